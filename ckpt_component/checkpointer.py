@@ -132,7 +132,7 @@ class Checkpointer(ABC):
             CheckpointCorruptError: the bytes on disk differ from those that were written. This or another
                 CheckpointError, with the rank in its text: another rank could not load.
             CheckpointTimeoutError: another rank did not make the call within `timeouts.stage`
-            RanksError: another rank is dead, or has gone on without this call
+            RanksError: another rank is dead, or has continued without this call
         """
         self._owner.check()
         self.ranks.check_world()

@@ -51,7 +51,7 @@ class CheckpointError(Exception):
 
     def __str__(self) -> str:
         # A text may quote a key or a name from a file that anybody may have written. Not super(): torch's exception,
-        # with which `compat` combines these, has a text of its own.
+        # with which `compat` combines these, has its own text.
         return printable(BaseException.__str__(self))
 
 

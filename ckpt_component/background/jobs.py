@@ -24,7 +24,7 @@ from .upload_policy import UploadPolicy
 
 
 class Follower(ABC):
-    """Called by a run where something becomes of its checkpoints. It works in a process of its own; no call waits.
+    """Called by a run where something becomes of its checkpoints. It works in its own process; no call waits.
 
     A failure never stops training, unless `check` raises.
     """

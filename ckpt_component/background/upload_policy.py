@@ -33,11 +33,11 @@ class UploadPolicy:
         events: whether uploads are recorded beside the other events of the run
         every_steps: upload checkpoints whose step is a multiple, and the last one of the run; None: any
         max_bytes_per_second: None: no limit
-        finish_seconds: how long uploads go on when the run has ended
+        finish_seconds: how long uploads continue when the run has ended
         hosts: the hosts of the run, the leading rank's first; empty: they share one local folder
         host: the one of this process; empty: they share one
         rank: which records what this process does
-        silent_seconds: how long the leading rank's host waits for another one that does not go on
+        silent_seconds: how long the leading rank's host waits for another one that does not continue
         program: the module whose `main` uploads, in a process
     """
 
@@ -85,7 +85,7 @@ class UploadPolicy:
         return (self.host in hosts and {*self.hosts}.issuperset(hosts)) if hosts else self.leads
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is to be uploaded while the run goes on."""
+        """Whether a checkpoint is to be uploaded while the run continues."""
         return self.every_steps is None or step % self.every_steps == 0
 
     def next_step(self, local: Scan, remote: Scan, *, ended: bool) -> int | None:

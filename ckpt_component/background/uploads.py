@@ -77,7 +77,7 @@ class UploadChild:
                 process.send(message, self._outside.now())
 
     def end(self, *, finish: bool) -> None:
-        """The run has ended: let uploads go on, for at most `finish_seconds`.
+        """The run has ended: let uploads continue, for at most `finish_seconds`.
 
         Args:
             finish: wait for them
@@ -93,7 +93,7 @@ class UploadChild:
             return
         self._process.hang_up()
         if not finish:
-            return  # the lane goes on reading; if the program ends, the process does not
+            return  # the lane continues reading; if the program ends, the process does not
         if not self._lane.drain(outside.now() + 0.2):
             logger.info("waiting up to %g s for uploads to %s", limit, self._policy.target)
         if not self._lane.drain(outside.now() + limit + _LEAVE_SECONDS):
@@ -203,7 +203,7 @@ class BackgroundUploads(Follower):
         return 0 if self._newest is None else max(self._newest[0] - self._uploaded, 0)
 
     def end(self, *, finish: bool) -> None:
-        """The run has ended: let uploads go on, for at most `finish_seconds`.
+        """The run has ended: let uploads continue, for at most `finish_seconds`.
 
         Args:
             finish: wait for them
@@ -287,7 +287,7 @@ class HostUploads(Follower):
         self._child.start()
 
     def end(self, *, finish: bool) -> None:
-        """The run has ended: let uploads go on, for at most `finish_seconds`.
+        """The run has ended: let uploads continue, for at most `finish_seconds`.
 
         Args:
             finish: wait for them

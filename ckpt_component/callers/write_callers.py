@@ -302,7 +302,7 @@ class PersistentCaller(_WriterProcessCaller):
         return self._connect
 
     def outlive(self) -> None:
-        """Have `close` let the process live on, because the run has failed; only one with a program of its own does."""
+        """Have `close` let the process live on, because the run has failed; only one with its own program does."""
         self._outlives = self._program is not None
 
 
@@ -311,7 +311,7 @@ _GRACE_SECONDS = 5.0
 
 
 class MemoryCaller(ConnectedCaller):
-    """Runs requests whose target is in memory, on a connection of its own to a process that keeps snapshots.
+    """Runs requests whose target is in memory, on its own connection to a process that keeps snapshots.
 
     Args:
         connect: returns the process, which is started again if it has ended; called with a timeout

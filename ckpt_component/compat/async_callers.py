@@ -219,7 +219,7 @@ class TemporalAsyncCaller(ProcessCaller):
     has ended. The other arguments are those of `ProcessCaller`.
 
     Args:
-        start_method: `spawn` and `forkserver` import the modules of `async_fn` anew, which takes seconds if they
+        start_method: `spawn` and `forkserver` import the modules of `async_fn` again, which takes seconds if they
             import torch. `fork` starts in milliseconds and pickles nothing, but the next update of the weights copies
             memory page by page and is slow, shared memory stays shared, and it is refused if CUDA is in use.
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 30.0
 #: How much longer the other ranks wait for rank 0's decision than rank 0 waits for them.
 GRACE_SECONDS = 15.0
-#: For a step without a timeout of its own; the default of collectives in `torch.distributed`.
+#: For a step without its own timeout; the default of collectives in `torch.distributed`.
 _STEP_SECONDS = 1800.0
 
 

@@ -85,7 +85,7 @@ class CheckpointMetadataCache:
         return self._coordinator, self._saves
 
     def forget(self) -> None:
-        """Discard the plan; the next save plans anew."""
+        """Discard the plan; the next save plans again."""
         self.plan = self.whole = self.results = None
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ def save_state_dict_async_plan(
         planner: None: torch's DefaultSavePlanner
         enable_cache: for NVRx, which keeps plans in a global. Here only `metadata_cache` keeps them; without one, a
             warning is logged once.
-        metadata_cache: keeps plans between saves. None: each save is planned anew.
+        metadata_cache: keeps plans between saves. None: each save is planned again.
         timeout: seconds that ranks wait for each other at each step
 
     Returns:

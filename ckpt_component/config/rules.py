@@ -75,7 +75,7 @@ class PartFacts:
         stager: the stager's option, or the name of a user's class
         caller: the same of the caller
         writer: the same of the writer
-        takes_snapshot: whether the stager copies the state, so that training may go on
+        takes_snapshot: whether the stager copies the state, so that training may continue
         in_other_process: whether the caller writes in another process
         single_file: whether the writer writes one file and no folder
     """

@@ -1,19 +1,19 @@
 """`Job`: a process that answers requests, one at a time, with the rules for such a process in one place. No torch.
 
 - *Start.* The process starts with the first request, or before, by `start`. One that says when it is ready has a
-  deadline for that. One that has died is replaced for the next request. Or each request has a process of its own, which
+  deadline for that. One that has died is replaced for the next request. Or each request has its own process, which
   is started with it, and ends when it has answered.
 - *Deadline.* Each request has one. A process that did not answer by then is ended, as nobody knows what it still does.
 - *Errors.* What failed in the process, as an answer of the kind `failed` says, is raised here, with its traceback as
-  the cause, and the process goes on. How a process ended that answers no more, WorkerDiedError says in words.
+  the cause, and the process continues. How a process ended that answers no more, WorkerDiedError says in words.
 - *The end.* `give_up` does not wait: the request that runs fails, and so do later ones. `end` and `kill` are bounded.
   All three may be called twice, and from any thread; the others from one thread at a time.
 
 The process is a `Child`, or has its methods, as `compat.worker_process` has, where a user's functions are called. Who
 shall not wait for an answer asks on a `Lane`.
 
-The writer process is no job (`core/writing/process.py`). A save is several frames, and which of them are sent depends
-on what this very process was sent before, so it must not be replaced between them. A server has several connections: a
+The writer process is not a job (`core/writing/process.py`). A save is several frames, which depend on what this
+very process was sent before, so it must not be replaced between them. A server has several connections: a
 late answer ends one of them, or the process. What a late write has open is looked up before the process is ended.
 """
 
@@ -87,9 +87,9 @@ class Job(Generic[_Process]):
 
     Args:
         name: of the process, in errors: `checkpoint process`
-        launch: starts the process; called with the request, if each has a process of its own
+        launch: starts the process; called with the request, if each has its own process
         outside: what the job runs in
-        once: whether each request has a process of its own; it is the job of the process, so it has no bytes
+        once: whether each request has its own process; it is the job of the process, so it has no bytes
         ready_seconds: within which the process says that it is ready, by a frame; None: it does not say so
         leave_seconds: for a process to leave that was given up, or did not answer in time, until it is killed
         explain: called with a process that ended, or was not ready in time, its exit code, and whether it was ready;

@@ -155,7 +155,7 @@ class Lane:
         """Take no more jobs, wait for those so far as `drain` does, and for the thread to end. Safe to call twice.
 
         Returns:
-            Whether they have ended by the deadline. If not, the thread goes on with them, and ends after them.
+            Whether they have ended by the deadline. If not, the thread continues with them, and ends after them.
         """
         self.stop(cancel=False)
         has_ended = self.drain(deadline)

@@ -16,7 +16,7 @@ run the one that it runs in. What a replacement must keep:
 - The tasks of a pool do not wait for each other: a pool may do each when it is submitted.
 - A process is of a host, which has a name; its ID is not used by another one while it runs.
 - A connection is a stream of bytes with two ends, each a `Socket`. An end is closed when nobody has it any more: who
-  had it, or was sent its descriptor, has closed it or ended. What was sent before arrives nevertheless, and then its
+  had it, or was sent its descriptor, has closed it or ended. What was sent before arrives anyway, and then its
   end. Between hosts a connection may be silent for any time, and may end at any time, for both sides.
 - A call on a socket waits at most as long as its timeout. Who has an open socket closes it, also after an error.
 """

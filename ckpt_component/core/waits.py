@@ -104,7 +104,7 @@ class Waits:
 
 
 class Wait:
-    """A wait that goes on.
+    """A wait that continues.
 
     Args:
         waits: where it is

@@ -13,7 +13,7 @@ from .reports import LoadReport, SaveReport
 class CheckpointListener:
     """Called for the saves and loads of a run. Derive from it, define what you need, and pass it to `add_listener`.
 
-    The methods of a listener are called one after the other, in the order of the events, on a thread of its own. A slow
+    The methods of a listener are called one after the other, in the order of the events, on its own thread. A slow
     method delays the later events of this listener, but neither training, nor a save, nor other listeners; a warning
     names one that takes longer than 10 s, and if more than 1,000 events wait, the newest are dropped with a warning. An
     exception, even `SystemExit`, is logged, once per listener, and ends nothing. `CheckpointManager.wait` and `close`

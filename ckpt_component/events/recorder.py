@@ -1,4 +1,4 @@
-"""Collects the events of a run, and gives them to the event file and to listeners, each on a thread of its own."""
+"""Collects the events of a run, and gives them to the event file and to listeners, each on its own thread."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ class EventRecorder:
         self._record([event])
 
     def note_now(self, event: Mapping[str, Any]) -> None:
-        """Record an event of work that goes on after the last save, also when this recorder is closed; after `note`."""
+        """Record an event of work after the last save, also when this recorder is closed; call it after `note`."""
         if self._file is not None:
             self._file.append([{**event, **self._names}])
 

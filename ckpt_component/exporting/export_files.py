@@ -146,7 +146,7 @@ def safetensors_file(name: str, tensors: Sequence[Tensor]) -> File:
 def hugging_face_files(tensors: Sequence[Tensor], max_shard_bytes: int) -> tuple[list[File], Mapping[str, bytes]]:
     """The weights of a Hugging Face folder in files of at most so many bytes, and the index of several.
 
-    A tensor that is larger gets a file of its own.
+    A tensor that is larger gets its own file.
     """
     shards: list[list[Tensor]] = [[]]
     filled = 0

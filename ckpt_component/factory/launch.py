@@ -94,7 +94,7 @@ def recorded_config(config: Any, overrides: Sequence[str]) -> tuple[dict[str, An
     """The config of a manager and of the app around it, unresolved, and resolved where that may and can be.
 
     Args:
-        config: what the manager was built from: a node of an app's config, a config of its own, or a dict
+        config: what the manager was built from: a node of an app's config, its own config, or a dict
         overrides: applied to it
 
     Returns:
@@ -112,7 +112,7 @@ def recorded_config(config: Any, overrides: Sequence[str]) -> tuple[dict[str, An
             return secrets.sub(HIDDEN, value) if isinstance(value, str) else value
 
         return _changed(written, scrub), _changed(resolved, scrub)
-    except Exception as error:  # whatever a user's resolvers raise: a record is no reason to stop a run
+    except Exception as error:  # whatever a user's resolvers raise: a record is not a reason to stop a run
         logger.warning("the config could not be stored in the checkpoints: %s", error)
         return {}, {}
 

@@ -62,7 +62,7 @@ def _options(key: str, section: Export | Publish, format: str, *, replace: bool 
         replace: see `ExportOptions`
 
     Raises:
-        CheckpointConfigError: it is no dtype, or the folder of the model's config has none
+        CheckpointConfigError: it is not a dtype, or the folder of the model's config has none
     """
     check_dtype(f"{key}.dtype", section.dtype)
     folder = "" if section.config_from is None else expanded(section.config_from, f"{key}.config_from")

@@ -30,7 +30,7 @@ class RunLocalFolder(RunOption):
         self._tier: HostTier | None = None
 
     def join(self, run: RunContext, begun: Any, *, saves: bool) -> RunContext:
-        """See the base class: each of several hosts may have a folder of its own. Raises as `HostTier.join`."""
+        """See the base class: each of several hosts may have its own folder. Raises as `HostTier.join`."""
         disk = local_files(run.fs)
         if disk is None or self._own_storage or not run.hosts.several:
             return run

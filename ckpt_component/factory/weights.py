@@ -83,7 +83,7 @@ def load_weights(
             loaded. MissingKeysError and UnexpectedKeysError: keys differ.
         CheckpointCorruptError: the bytes on disk differ from those that were written. No older checkpoint is tried.
         CheckpointTypeError: `model` is neither a module nor a dict, or `key` is not a name
-        CheckpointConfigError: `device` is no device with memory
+        CheckpointConfigError: `device` is not a device with memory
         CheckpointError: with its rank in the text: another rank could not load; of the same type where it is one of
             CheckpointCorruptError, CheckpointNotFoundError and CheckpointLoadError
         RanksError, CheckpointTimeoutError: other ranks did not call this, or are dead

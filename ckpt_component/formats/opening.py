@@ -144,7 +144,7 @@ class OwnFiles(OwnIndex):
 
     @cached_property
     def contents(self) -> Contents:
-        """The contents of each file below its name; a file that is no checkpoint is one object."""
+        """The contents of each file below its name; a file that is not a checkpoint is one object."""
         ranges: dict[str, list[StoredRange]] = {}
         for columns in self.columns():
             for piece in columns.ranges():

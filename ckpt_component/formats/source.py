@@ -26,7 +26,7 @@ from .index import Contents, Entry
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 #: The other way round.
 DTYPE_NAMES = {value: str(value).removeprefix("torch.") for value in DTYPES.values()}
-#: Why a tensor on the meta device cannot be filled if it is none of a module's.
+#: Why a tensor on the meta device cannot be filled if it is not one of a module's.
 ON_META = (
     "is on the meta device and no parameter or buffer of a module in the target; pass the module itself, which then "
     "gets memory, or give it memory with to_empty(device=...)"

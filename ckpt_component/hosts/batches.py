@@ -275,7 +275,7 @@ class SharedBatches:
 
     def _await(self, share: _Share) -> memoryview | None:
         owner, began = share.batch.reader, self.outside.now()
-        # A rank that hangs in a read of its own tries it once more before the others give it up.
+        # A rank that hangs in its own read tries it once more before the others give it up.
         seconds = self.timeouts.stall / 2 if owner == self.rank else self.timeouts.stall
         if share.place > self._needed:
             self._needed = share.place

@@ -36,7 +36,7 @@ _STREAM_BYTES = 256 << 10
 
 
 class MemoryFiles(FileSet):
-    """The files that servers have in a folder; of two with one name the one that is no replica counts, else the first.
+    """The files that servers have in a folder; of two with one name, not the replica counts, else the first.
 
     Args:
         storage: knows the servers

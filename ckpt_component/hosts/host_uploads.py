@@ -66,7 +66,7 @@ class PartNote:
         attempt: token of the attempt that has its files; empty: it is not done
         sent: bytes that it sent
         reused: bytes that the target had
-        error: why it cannot go on now; empty: it can
+        error: why it cannot continue now; empty: it can
     """
 
     beat: int = 0
@@ -176,7 +176,7 @@ def wait_for_hosts(attempt: Attempt, manifest: Mapping[str, Any], own: str, sile
     """Wait until all hosts but this one, `own`, have copied their files; then delete the notes.
 
     Raises:
-        OSError: a host was silent for so long, says that it cannot go on, or that it is done although a file is not
+        OSError: a host was silent for so long, says that it cannot continue, or that it is done although a file is not
             there or damaged; such a note is deleted, so that the host looks after its files again. Or from the storage.
     """
     storage, staging, hosts = attempt.protocol.storage, attempt.staging, hosts_of(manifest)
@@ -215,7 +215,7 @@ class _AwaitedPart:
         self.note = PartNote(beat=_NONE)
 
     def has_changed(self) -> bool:
-        """Look at the note. Raises OSError if the host says that it cannot go on."""
+        """Look at the note. Raises OSError if the host says that it cannot continue."""
         note = read_note(self._storage, self._path) or PartNote(beat=_NONE)
         if note.error:
             raise OSError(f"{self.host} cannot send {self._what}: {note.error}")

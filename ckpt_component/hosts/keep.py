@@ -4,7 +4,7 @@ It is the writer process of its rank, and has two connections to its trainer, ea
 for files, one for memory, so that a snapshot becomes whole in memory while an older one is being written. The frame
 `connect` opens the second. `retire` drops all snapshots but those that it names, and is answered by the arenas that
 other processes still read. `listen` lets servers and trainers of other hosts in, `pull` keeps replicas of what those
-have, on a connection of its own. Standard library only.
+have, on its own connection. Standard library only.
 
 A snapshot is kept by reference (`run_keep_job`): a file is a range of the arena, followed by the encoded objects that
 belong to it. Replicas come from the servers of other hosts (`ReplicaPull`).
@@ -13,7 +13,7 @@ When the trainers have died, rank 0's server decides on a snapshot that is not c
 may still put their part. The others release their marks, and follow its decision. A server that may still write
 answers so (`about`): its trainer's connection is open, or frames that came on it are not handled yet.
 
-A server ends when its trainer closes it, when a newer run has a snapshot of its own, or when its lease is over: so many
+A server ends when its trainer closes it, when a newer run has its own snapshot, or when its lease is over: so many
 seconds after its trainer has died, if no run that has restored from it is connected.
 """
 
@@ -158,7 +158,7 @@ class SnapshotProcess:
         self._outside.start("ckpt-fence", self._end_with_another_run)
 
     def _end_with_another_run(self) -> None:
-        """A newer run has a snapshot of its own: nothing of this one is to be found any more."""
+        """A newer run has its own snapshot: nothing of this one is to be found any more."""
         self._server.ended.wait(_FOREVER)
         self.files.delete([file.path for file in self.files.listed("")])
 
@@ -210,7 +210,7 @@ class SnapshotProcess:
             How many bytes of images have come, as some are here already.
 
         Raises:
-            CheckpointFencedError: a newer run has a snapshot of its own
+            CheckpointFencedError: a newer run has its own snapshot
             OSError: one of them is not here; see `ReplicaPull.pull`
         """
         outside, peers = self._outside, self._peers
@@ -249,7 +249,7 @@ class SnapshotProcess:
         """Do a keep job.
 
         Raises:
-            CheckpointFencedError: a newer run has a snapshot of its own
+            CheckpointFencedError: a newer run has its own snapshot
             OSError: see `run_keep_job`
         """
         self._refuse_if_replaced(request.attempt.target)
@@ -391,7 +391,7 @@ def _work(job: Mapping[str, Any], trainer: Channel) -> None:
     except (CheckpointError, OSError) as error:
         trainer.send(failed_frame(error, id=None))
         return
-    # What reaches a process with a session of its own ends everything there is: a service, a job of Slurm.
+    # What reaches a process with its own session ends everything there is: a service, a job of Slurm.
     outside.on_signal(signal.SIGTERM, client.end_soon)
     try:
         if not SnapshotWorker(trainer, client).handle_frames():

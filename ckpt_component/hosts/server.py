@@ -333,7 +333,7 @@ class _OpenFolders:
         """Send bytes of a file that lie before its tail, after the answer.
 
         Raises:
-            OSError: there are fewer; if they become fewer meanwhile, the connection ends
+            OSError: there are fewer; if they become fewer in the meantime, the connection ends
         """
         header, channel, piece = request.header, request.channel, self._image(request)
         start, end = header["offset"], header["offset"] + header["length"]
@@ -388,7 +388,7 @@ class FolderStore(SnapshotStore):
         return [*self._below(self._here(prefix or self._root), prefix or self._root)]
 
     def _below(self, here: str, path: str) -> Iterator[ListedFile]:
-        """What is at `here`, which is `path` for others. What is deleted meanwhile is not there."""
+        """What is at `here`, which is `path` for others. What is deleted in the meantime is not there."""
         with contextlib.suppress(FileNotFoundError):
             if not self._fs.is_real_folder(here):
                 if (file := self._fs.file_at(here)) is not None:

@@ -115,7 +115,7 @@ class RunMemory(SnapshotSource):
         self.advice = f"ckpt memory drop {run.root} gets past it"
         self._run, self._lineage, self._clients = run, lineage, clients
         self._offers = has_peers and run.hosts.leads(run.ranks.rank)
-        #: The servers that are to stay until this run has a snapshot of its own, and what they have.
+        #: The servers that are to stay until this run has its own snapshot, and what they have.
         self._held = ExitStack()
         self._found: tuple[RunContext, Scan] | None = None
         #: The runs that owned the folder after the one whose snapshots were found.
@@ -298,10 +298,10 @@ class RunMemory(SnapshotSource):
                 logger.info("dropped step %d from memory (checkpoint.rewind=true)", later)
 
     def end_others(self) -> None:
-        """End the servers of the runs before in the folder, as this one has a snapshot of its own. Failures are logged.
+        """End the servers of the runs before in the folder, as this one has its own snapshot. Failures are logged.
 
         The first rank of each host ends those on it. Sockets that dead servers of any run have left there go, too. A
-        second call does nothing: a run that was suspended may be stale itself when it goes on.
+        second call does nothing: a run that was suspended may be stale itself when it continues.
         """
         run, outside = self._run, self._run.ranks.outside
         if self._is_first or not run.hosts.leads(run.ranks.rank):

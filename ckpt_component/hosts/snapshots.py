@@ -104,7 +104,7 @@ class TieredSaveQueue(SaveQueue):
     """Completes saves like its base class, which it is for storage, and has a queue beside it for memory.
 
     A save to storage tells of itself once. If its snapshot does not become whole in memory, that is a warning; the save
-    goes on.
+    continues.
 
     Args:
         attempts: as for the base class

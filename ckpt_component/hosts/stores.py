@@ -87,7 +87,7 @@ class ReadableFile(ABC):
         return None
 
     def forget(self, offset: int, length: int) -> None:
-        """Have bytes come anew when they are read next, because those that came are damaged."""
+        """Have bytes come again when they are read next, because those that came are damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +267,7 @@ class MemoryStore(SnapshotStore):
             self._files[path] = ImageRange(data, modified=self._outside.date())
 
     def new_source(self) -> int:
-        """A number for a source that is no arena."""
+        """A number for a source that is not an arena."""
         return next(self._numbers)
 
     def put_image(self, path: str, source: int, descriptor: int, base: int, size: int, tail: bytes = b"") -> None:

@@ -52,7 +52,7 @@ def memory_root(durable_root: str, token: str) -> str:
 
 
 def token_of(path: str) -> str:
-    """The token of the run of a memory root, or of a path below it; empty: it is no such path."""
+    """The token of the run of a memory root, or of a path below it; empty: it is not such a path."""
     match = _PATH.fullmatch(path)
     return "" if match is None else match[2]
 
@@ -126,7 +126,7 @@ class SocketPlace:
 
     @classmethod
     def of(cls, path: str, outside: Outside = OUTSIDE) -> SocketPlace:
-        """That of the run of a memory root, or of a path below it; raises ValueError if it is no such path."""
+        """That of the run of a memory root, or of a path below it; raises ValueError if it is not such a path."""
         match = _PATH.fullmatch(path)
         if match is None:
             raise ValueError(f"{path!r} is not the path of a run's memory, such as host://runs/one@1f2e3d4c-0a0b0c0d.")
@@ -328,7 +328,7 @@ def connect_to_peer(to: PeerAddress, secret: str, seconds: float, outside: Outsi
 
     Raises:
         ConnectionError: there is no server, or it has hung up
-        PermissionError: it belongs to another run, or is no server
+        PermissionError: it belongs to another run, or is not a server
         TimeoutError: it does not answer
         OSError: the host is not reached, or the server is of a newer release
     """

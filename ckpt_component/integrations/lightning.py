@@ -1,7 +1,7 @@
 """Checkpoints of a Lightning `Trainer`: `Trainer(callbacks=[CheckpointCallback(dir="checkpoints")])`.
 
-The callback saves all that `Trainer.fit` needs to go on as if it had never stopped, through a `CheckpointManager`, and
-resumes by itself. `BackgroundCheckpointIO` writes Lightning's own `.ckpt` files instead.
+The callback saves all that `Trainer.fit` needs to continue as if it had never stopped, through a `CheckpointManager`,
+and resumes by itself. `BackgroundCheckpointIO` writes Lightning's own `.ckpt` files instead.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _requeue(queues: bool, exit_code: int, number: int, frame: FrameType | None)
 
 _Strategy = part("strategies").Strategy
 _rank_zero_info = part("utilities.rank_zero").rank_zero_info
-#: What Lightning says when it goes on in the middle of an epoch; untrue if the position in the data is restored.
+#: What Lightning says when it continues in the middle of an epoch; untrue if the position in the data is restored.
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before"
 #: Arguments of Lightning's ModelCheckpoint, and what to use here.
 _INSTEAD = {

@@ -165,7 +165,7 @@ class Position:
         return True
 
     def _has_states(self, of: Callable[[Iterable[bool]], bool] = any) -> bool:
-        """Whether a data loader has a state of its own, which then replaces the skipping; `of=all`: each of them."""
+        """Whether a data loader has its own state, which then replaces the skipping; `of=all`: each of them."""
         loaders = self._trainer.fit_loop._combined_loader.flattened
         return of(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders)
 

@@ -1,4 +1,4 @@
-"""submitit: a training function as a job that is queued again, and goes on after the step at which it was stopped.
+"""submitit: a training function as a job that is queued again, and continues after the step at which it was stopped.
 
 With `executor = submitit.AutoExecutor("logs")`, `executor.submit(ResumableJob(train), 1000)` calls `train(1000)` as
 often as it takes.
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class ResumableJob(Checkpointable, Generic[T]):
-    """A training function as a submitit job that goes on after a preemption, and after its time limit.
+    """A training function as a submitit job that continues after a preemption, and after its time limit.
 
     The function calls `manager.stop_on_signal()` and `manager.restore(state)` before its loop, asks
     `manager.should_stop()` after every step, and calls `manager.exit_if_stopped()` after the `with` block. The signal

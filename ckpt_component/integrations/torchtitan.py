@@ -38,8 +38,8 @@ class TorchTitanCheckpointManager(CheckpointManager):
     """torchtitan's checkpoint manager, on top of `ckpt_component.CheckpointManager`, which saves and resumes.
 
     The keys of torchtitan's config keep their meaning, except that `async_mode` has none: the preset says how to save.
-    Folders keep their names, `step-200`, and their format, so that a run of stock torchtitan goes on with this one, and
-    the other way round. What is in Hugging Face's format is loaded and saved by torchtitan itself.
+    Folders keep their names, `step-200`, and their format, so that a run of stock torchtitan continues with this one,
+    and the other way round. What is in Hugging Face's format is loaded and saved by torchtitan itself.
 
     A signal such as SIGTERM or SIGUSR1 ends the run after a step that is saved, as `exit_if_stopped` says.
 

@@ -102,7 +102,7 @@ class CollectiveLoad:
             CheckpointError: what the worst failure says, with its rank, if it was on another rank; else the failure
                 of this rank, as it is
             CheckpointTimeoutError: a rank did not make the call, or did not finish the phase in time
-            RanksError: a rank is dead, or has gone on without the call
+            RanksError: a rank is dead, or has continued without the call
         """
         if self._loads.asks_hosts:
             self._loads.share(self._ask("hosts", self._ranks.outside.host_name(), _are_several))

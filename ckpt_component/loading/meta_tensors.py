@@ -228,7 +228,7 @@ def checked_device(name: str, value: Any) -> torch.device | None:
         value: its value
 
     Raises:
-        CheckpointConfigError: it is no device with memory
+        CheckpointConfigError: it is not a device with memory
     """
     if value is None:
         return None

@@ -52,7 +52,7 @@ def put_back(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None
             if isinstance(value, Mapping) and isinstance(now, dict):
                 waiting.append((now, value))
             elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-                # A tensor made of tensors may be made anew with the same dtype.
+                # A tensor made of tensors may be made again with the same dtype.
                 is_cast = now.dtype != value.dtype or (type(value) not in ORDINARY and not same_value(now, value))
                 if is_cast and now.shape == value.shape:
                     taken[name] = value.to(now.device)
@@ -338,7 +338,7 @@ def new_optimizer_states(state: Any) -> dict[str, StateDict]:
 def _fit_optimizer(optimizer: torch.optim.Optimizer, state: StateDict) -> None:
     """Have the values of a checkpoint in the form in which an optimizer takes them."""
     if "param_groups" in state:
-        state.setdefault("state", {})  # there is none of the parameters that it has now
+        state.setdefault("state", {})  # it has nothing of the parameters that it has now
     if isinstance(state.get("state"), dict):
         # Its keys are numbers; stock DCP turns every key into a string.
         state["state"] = {

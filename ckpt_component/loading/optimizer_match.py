@@ -186,7 +186,7 @@ def _aligned(matches: Sequence[_Match], saved: SavedOptimizers, flat: FlatState,
     depths = sorted({len(path) for path in saved.names})
 
     def new_paths(path: Path) -> list[Path]:
-        """The paths of a saved value in the target; its own, if it is none of these optimizers'."""
+        """The paths of a saved value in the target; its own, if it is not one of these optimizers'."""
         optimizer = next((path[:depth] for depth in depths if path[:depth] in saved.names), None)
         if optimizer is None or len(path) < len(optimizer) + 2:
             return [path]

@@ -133,7 +133,7 @@ class SavedOptimizers:
         return self._with_state[path]
 
     def number_of(self, path: Path, part: Any) -> int | None:
-        """The number of the parameter whose state is below a part of a path; None: it is no parameter's."""
+        """The number of the parameter whose state is below a part of a path; None: it is not a parameter's."""
         by_name = self.keyed_by_name.get(path)
         return number_in(part) if by_name is None else by_name.get(part)
 

@@ -176,7 +176,7 @@ class CheckpointManager(StoppableLoop):
             CheckpointCorruptError: every checkpoint that may be used is damaged
             CheckpointLoadError: the checkpoint does not fit the state, here or on another rank, which the text names
             CheckpointTimeoutError: a save of this manager hung; see timeouts.write
-            RanksError: another rank is dead, or has gone on without this call
+            RanksError: another rank is dead, or has continued without this call
         """
         self._owner.check()
         if self._checkpointer is None:
@@ -205,7 +205,7 @@ class CheckpointManager(StoppableLoop):
             self._saves.wait(self._timeouts.whole_save)
 
     def _begin(self, step: int | None, is_here: bool, is_durable: bool) -> None:
-        """The run begins after a step of its own, if `is_here`, or of another folder; None: from scratch."""
+        """The run begins after its own step, if `is_here`, or of another folder; None: from scratch."""
         self._began_at = step if is_here else None
         self._saved_step, self._kept_step = step if is_durable else None, self._began_at
         self._newest = None

@@ -293,7 +293,7 @@ class Restorer:
         run = self._run
         nearer = [source.look([offer[number] for offer in offers]) for number, source in enumerate(self._sources)]
         try:
-            # What the writer of a dead run is still finishing is no newer than the snapshot that it was made of.
+            # What the writer of a dead run is still finishing is not newer than the snapshot that it was made of.
             local, remote = run.scan(self._clean_up(waits=not any(nearer))), run.scan_remote()
         except OSError as error:
             raise _unlisted(run, error) from error

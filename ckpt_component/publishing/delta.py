@@ -48,7 +48,7 @@ class EncodedTensor(NamedTuple):
 
 
 def require_codec(why: str) -> None:
-    """Refuse to go on without the packages of the format.
+    """Refuse to continue without the packages of the format.
 
     Args:
         why: what needs them, the beginning of a sentence

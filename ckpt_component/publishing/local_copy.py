@@ -135,7 +135,7 @@ class WorkFolder:
             raise
 
     def make_next(self) -> None:
-        """Make `next` anew, empty."""
+        """Make `next` again, empty."""
         if self._fs.exists(self.next):
             self._fs.remove_tree(self.next)
         self._fs.make_folder(self.next)
@@ -230,7 +230,7 @@ class LocalCopy:
             progress: follows the bytes
 
         Raises:
-            CheckpointCorruptError: a version is damaged, or was deleted meanwhile; or the folder was changed
+            CheckpointCorruptError: a version is damaged, or was deleted in the meantime; or the folder was changed
             CheckpointUnreadableError: a version cannot be read
             CheckpointStorageFullError: there is not enough space beside the folder
             CheckpointSaveError: the folder cannot be written

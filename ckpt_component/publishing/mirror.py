@@ -271,7 +271,7 @@ class Mirror:
             (name, start), checksum = places[tensor.name], checksum_stream()
             for offset in range(0, tensor.nbytes, BLOCK_BYTES):
                 piece = block[: tensor.nbytes - offset]
-                with self._opened(name) as fd:  # nothing is open at the `yield`, from where this may never go on
+                with self._opened(name) as fd:  # nothing is open at the `yield`, from where this may never continue
                     self._fs.read_held(fd, piece, start + offset)
                 checksum.update(piece)
                 yield piece

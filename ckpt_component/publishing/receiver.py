@@ -369,8 +369,8 @@ def follow(
 ) -> Generator[Weights, None, None]:
     """Follow published weights: yields the newest version, and each newest one after it.
 
-    A folder on this host is brought to the version before it is yielded. Versions that came meanwhile are skipped: of
-    them only the changes are read. Each version is verified. Errors of the source, such as a bucket that does not
+    A folder on this host is brought to the version before it is yielded. Versions between are skipped: of them only the
+    changes are read. Each version is verified. Errors of the source, such as a bucket that does not
     answer, are logged once, and the source is tried again after longer and longer pauses.
 
     Closing the iterator, or its end, releases the folder. Let go of the arrays and tensors of a version before the next

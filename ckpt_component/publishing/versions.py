@@ -73,7 +73,7 @@ class Versions:
         root: the folder of the versions
 
     Attributes:
-        has_debris: whether something was left there that is no version: unfinished, half deleted, or a small file
+        has_debris: whether something was left there that is not a version: unfinished, half deleted, or a small file
     """
 
     def __init__(self, storage: Storage, root: str) -> None:

@@ -239,7 +239,7 @@ class SaveQueue:
     Args:
         attempts: makes the attempts at a save
         context: what is the same for all saves of the queue
-        in_background: whether training goes on while a save is written
+        in_background: whether training continues while a save is written
         add_report: called with the report of each save that has ended
         name: of the thread
 

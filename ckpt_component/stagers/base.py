@@ -86,7 +86,7 @@ class StatePlan:
         structure: their structure
         changed: the layout must be planned again, because of this rank or another one
         wait_until: deadline for waits in `take`, seconds of `Outside.now` (`max_stall_s`)
-        storage: where the state is saved; None: this is no save
+        storage: where the state is saved; None: this is not a save
         share: if `changed`, which part of the state this rank is to store; None: all of it
     """
 
@@ -274,7 +274,7 @@ class Stager(ABC):
             optimizer: a torch optimizer, a list of them, or a wrapper with the attribute `optimizer`
 
         Raises:
-            CheckpointTypeError: `optimizer` is none of these
+            CheckpointTypeError: `optimizer` is not one of these
         """
         optimizers_in(optimizer)  # all stagers refuse the same arguments
 
@@ -321,7 +321,7 @@ class Stager(ABC):
                 self._structure, self._selection = plan.structure, selection
                 seconds = perf_counter() - started
                 why = "the structure changed" if plan.structure is not before else "other tensors keep their values now"
-                # Usual and quick, so it is no news; but a structure that changes, or is large, makes saves slow.
+                # Usual and quick, so it is not reported; but a structure that changes, or is large, makes saves slow.
                 logger.log(
                     logging.INFO if replans or seconds > _SLOW_PLAN_S else logging.DEBUG,
                     "planned %d tensors and %d objects in %.2f s%s",

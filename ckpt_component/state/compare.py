@@ -33,7 +33,7 @@ def same_value(one: Any, other: Any, depth: int = 0) -> bool:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(one, (numpy.ndarray, numpy.generic)):
         return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
-    # A value that equals nothing is NaN; one whose comparison is no truth value says nothing, and counts as different.
+    # A value that equals nothing is NaN; one whose comparison has no truth value counts as different.
     equal = one == other
     return equal is True or (isinstance(one, (float, complex)) and repr(one) == repr(other))
 

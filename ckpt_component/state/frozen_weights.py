@@ -1,7 +1,7 @@
 """`checkpoint.save.frozen=skip`: parameters that need no gradient are not stored, but a digest of each is.
 
-The script makes them anew, from the base model. So a parameter is left out only while it has the values that the script
-made: what was trained, or came from a checkpoint that has other values, stays in the checkpoint, frozen or not.
+The script makes them again, from the base model. So a parameter is left out only while it has the values that the
+script made: what was trained, or came from a checkpoint that has other values, stays in the checkpoint, frozen or not.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class PerRank:
             current value, `first` loads that of rank 0, `error` raises
 
     Raises:
-        CheckpointConfigError: `when_resized` is none of these three
+        CheckpointConfigError: `when_resized` is not one of these three
     """
 
     value: Any

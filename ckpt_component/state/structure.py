@@ -119,7 +119,7 @@ class Structure:
         self.stored_of = [place_of[first_with.get(number, number)] for number in range(len(tensors))]
 
     def below(self, name: Any) -> tuple[list[int], Structure]:
-        """The part of the structure below one top-level key, for a layout of its own; `matches` is for the whole only.
+        """The part of the structure below one top-level key, for its own layout; `matches` is for the whole only.
 
         Returns:
             The numbers of its tensors here, and the part, whose paths start after the key.

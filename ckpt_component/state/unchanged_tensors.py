@@ -131,7 +131,7 @@ class UnchangedTensors:
         return sum(flat.tensors[number].nbytes for number in gained.values()) >= worth
 
     def group(self, structure: Structure, flat: FlatState) -> list[list[int]]:
-        """Divide the tensors that are expected to be unchanged into groups, each for a file of its own.
+        """Divide the tensors that are expected to be unchanged into groups, each for its own file.
 
         A group stays as it was, without the tensors that have changed, so that its file can be shared further on.
 

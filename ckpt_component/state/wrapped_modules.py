@@ -56,7 +56,7 @@ class QuantDescription(torch.Tensor):
         """How another description differs, with both values; None: at most in the number that `accept` fills.
 
         Raises:
-            ValueError: what is stored is no description
+            ValueError: what is stored is not a description
         """
         own, theirs = _decoded(self), _decoded(stored)
         for values in (own, theirs):
@@ -69,7 +69,7 @@ class QuantDescription(torch.Tensor):
         return None
 
     def accept(self, stored: torch.Tensor) -> None:
-        """Fill the number that is no tensor of its own in a state."""
+        """Fill the number that is not a tensor of its own in a state."""
         offset = self.quant_state.offset
         if offset is not None:
             with torch.no_grad():
@@ -270,7 +270,7 @@ def _by_plain_name(names: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _part_inside(module: torch.nn.Module | None) -> str | None:
-    """What a wrapper calls the module inside; None: the module is no wrapper."""
+    """What a wrapper calls the module inside; None: the module is not a wrapper."""
     parts = WRAPPER_PARTS.intersection(() if module is None else module._modules.keys())
     if "module" in parts and not isinstance(module, (DistributedDataParallel, DataParallel)):
         parts -= {"module"}

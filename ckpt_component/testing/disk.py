@@ -122,7 +122,7 @@ class _NameChange:
 
 
 class Disk:
-    """A tree of folders and files with a clock of its own. Not thread-safe; `SimulatedFiles` is.
+    """A tree of folders and files with its own clock. Not thread-safe; `SimulatedFiles` is.
 
     Attributes:
         now: its time, seconds since 1970; each change of a name or file takes a millisecond

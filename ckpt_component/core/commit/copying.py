@@ -51,7 +51,7 @@ def _none(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Continued:
-    """A copy that a later one with the same token continues, instead of beginning anew.
+    """A copy that a later one with the same token continues, instead of beginning again.
 
     After an OSError its files stay.
 
@@ -158,7 +158,7 @@ def copy_part(
 ) -> None:
     """Copy the files of this host into an attempt that a process of another host has begun, and will commit.
 
-    What is there goes on from where it was; no file of another host is touched. When this returns, the files are
+    What is there continues from where it was; no file of another host is touched. When this returns, the files are
     durable.
 
     Args:

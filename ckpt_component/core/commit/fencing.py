@@ -45,7 +45,7 @@ class Owner:
         space: as in `ProcessName`
         started: as in `ProcessName`
         released: whether the run has ended, though its process may be alive
-        earlier: tokens of the runs before it, the last one first: until this one has a snapshot of its own in memory,
+        earlier: tokens of the runs before it, the last one first: until this one has its own snapshot in memory,
             the newest may be theirs
         outside: of the process that asks about it; not stored
     """

@@ -5,13 +5,13 @@ It lists every file with its size, and a CRC for the small ones. The CRCs of the
 copies. A checkpoint is committed when its folder has its final name and its manifest verifies. Its files are next to
 the manifest, or, where checkpoints are committed without a rename, in the attempt's folder that it names (`at`).
 
-If each host has a folder of its own, the manifest says which files are in which (`hosts`: for each host the names of
+If each host has its own folder, the manifest says which files are in which (`hosts`: for each host the names of
 its files), and each folder has the manifest. So what one of them has is known to be a part of a checkpoint, no damage.
 
 
 The parts of a checkpoint over the folders of several hosts: each has the manifest, and its own files alone.
 
-A host that was away while its step was saved anew comes back with the manifest of the attempt before. So where hosts
+A host that was away while its step was saved again comes back with the manifest of the attempt before. So where hosts
 have folders of their own, a step may have several manifests, and the one that counts has all its files.
 """
 
@@ -148,7 +148,7 @@ def decode_manifest(data: bytes, path: str) -> dict[str, Any]:
         least = 1 if what == "world_size" else 0
         if type(count) is not int or not least <= count < 1 << 63:  # a bool is an int too
             raise CheckpointCorruptError(f"{path} gives {count!r:.200} as the {what}.")
-    # Loops run over the ranks, each of which has at least a file of its own.
+    # Loops run over the ranks, each of which has at least its own file.
     if content["world_size"] > max(len(files), 1):
         raise CheckpointCorruptError(
             f"{path} gives {content['world_size']} as the world_size, and lists only {len(files)} files."

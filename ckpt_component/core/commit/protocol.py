@@ -227,7 +227,7 @@ class Attempt:
     def to_plain(self) -> dict[str, str]:
         """All but the protocol as JSON values, for `Attempt(protocol, **values)` in another process of this host."""
         plain = {name: value for name, value in vars(self).items() if name != "protocol"}
-        if self.protocol.storage.hosts:  # each has a folder of its own
+        if self.protocol.storage.hosts:  # each has its own folder
             here = self.protocol.storage.here
             plain |= {"target": here(self.target), "staging": here(self.staging)}
         return plain

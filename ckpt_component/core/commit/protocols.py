@@ -194,7 +194,7 @@ class ManifestCommit(CommitProtocol):
             logger.warning("%s is committed, and %s in it could not be deleted (%s)", target, draft, error)
 
     def _confirm(self, attempt: Attempt, manifest: bytes, error: OSError, timeout: float) -> None:
-        """After a failed or unanswered put: return if the manifest was created nevertheless, else raise."""
+        """After a failed or unanswered put: return if the manifest was created anyway, else raise."""
         target = attempt.target
         seconds = timeout if self.storage.shows_late else 0.0  # in memory, who does not answer has ended
         with contextlib.suppress(CheckpointTimeoutError):  # the read below raises

@@ -99,7 +99,7 @@ def scan_steps(
 
 
 def both(one: Scan, other: Scan) -> Scan:
-    """What two folders of one run hold together; what is committed in one of them is no damage in the other."""
+    """What two folders of one run hold together; what is committed in one of them is not damage in the other."""
     committed = {*one.committed, *other.committed}
 
     def unless_committed(name: str) -> dict[int, str]:

@@ -52,7 +52,7 @@ class FrameSignatures:
     def check_next(self) -> Callable[..., None]:
         """What compares a signature with that of parts of the next frame that comes.
 
-        It raises ConnectionAbortedError if they are not the same: a part was damaged, or comes from somebody else.
+        It raises ConnectionAbortedError if they are not the same: a part was damaged, or comes from another process.
         """
         sign = self._next(1)
 

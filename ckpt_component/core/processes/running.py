@@ -100,7 +100,7 @@ class ProcessName:
 
     @classmethod
     def of_key(cls, key: str, outside: Outside = OUTSIDE) -> ProcessName | None:
-        """The process of this host whose `key` this is; None: it is no key. An early key has no start time."""
+        """The process of this host whose `key` this is; None: it is not a key. An early key has no start time."""
         match = _KEY.fullmatch(key)
         if match is None:
             return None

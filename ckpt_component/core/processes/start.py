@@ -85,7 +85,7 @@ def lower_priority(pid: int, nice: int, io_priority: IoPriority, outside: Outsid
 def _lower_group(pid: int, nice: int, outside: Outside) -> None:
     """Where the kernel groups tasks by session, give the group of a session's leader the same priority.
 
-    There `nice` counts only among the tasks of one session, and a process in a session of its own gets as much of a
+    There `nice` counts only among the tasks of one session, and a process in its own session gets as much of a
     busy core as all of the training; see "The autogroup feature" in sched(7).
     """
     group, deadline = f"/proc/{pid}/autogroup", outside.now() + _TRY_SECONDS
@@ -190,7 +190,7 @@ class Child(Channel):
         return code
 
     def leave(self) -> None:
-        """Hang up, and let the process live on by itself: it has a session of its own, and knows when to end."""
+        """Hang up, and let the process live on by itself: it has its own session, and knows when to end."""
         self.close()
         self._process.leave()
 
@@ -209,7 +209,7 @@ class Child(Channel):
 def start_in_background(
     module: str, job: Mapping[str, Any], log: Callable[[str], None] | None = None, outside: Outside = OUTSIDE
 ) -> Child:
-    """Start a process of low priority that works beside a run, in a session of its own. Arguments as for `Child`."""
+    """Start a process of low priority that works beside a run, in its own session. Arguments as for `Child`."""
     child = Child(module, job, environment={"OMP_NUM_THREADS": "1"}, own_session=True, log=log, outside=outside)
     lower_priority(child.pid, _NICE, IoPriority.low, outside)
     return child

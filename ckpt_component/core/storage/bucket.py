@@ -75,7 +75,7 @@ class ObjectStorage(ObjectFolders):
         root: scheme and bucket
 
     Raises:
-        CheckpointConfigError: the scheme is none of `SCHEMES`, obstore is not installed, or an option is wrong
+        CheckpointConfigError: the scheme is not one of `SCHEMES`, obstore is not installed, or an option is wrong
     """
 
     def __init__(

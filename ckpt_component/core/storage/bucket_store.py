@@ -88,7 +88,7 @@ _TIMEOUT = "120s"
 
 
 def bucket_of(path: str) -> str:
-    """The scheme and the bucket of a path. Raises CheckpointConfigError if the scheme is none of `SCHEMES`."""
+    """The scheme and the bucket of a path. Raises CheckpointConfigError if the scheme is not one of `SCHEMES`."""
     scheme, _, rest = path.partition("://")
     bucket = rest.partition("/")[0]
     if scheme not in SCHEMES or not bucket:

@@ -96,7 +96,7 @@ class FileStorage(LocalFolders):
     def sync_entry(self, path: str) -> None:
         parent = os.path.dirname(path) or "."
         if self.device(parent) == self.device(path):  # else it is a mount point
-            with contextlib.suppress(PermissionError):  # the parent belongs to somebody else
+            with contextlib.suppress(PermissionError):  # the parent belongs to another user
                 self.sync_folder(parent)
 
     def make_folder(self, path: str) -> None:

@@ -63,7 +63,7 @@ class Storage(ABC):
         verifies_first: whether a load verifies all bytes before it fills a tensor, as reading them twice costs no disk
         shows_late: whether what another process has put may be seen a while later; else what is not there never comes
         common: what all ranks need to see each other's files, for errors
-        hosts: the host of each rank, where each host has a folder of its own, see `HostFolders`; else empty
+        hosts: the host of each rank, where each host has its own folder, see `HostFolders`; else empty
     """
 
     outside: Outside = OUTSIDE
@@ -227,7 +227,7 @@ class Storage(ABC):
         """Read a file of at most `limit` bytes; refuses links, FIFOs and the like. Raises FileNotFoundError."""
 
     def versions(self, path: str, limit: int) -> Iterator[bytes]:
-        """Read a file from each host that has it, this one first, if each has a folder of its own; else as `read`."""
+        """Read a file from each host that has it, this one first, if each has its own folder; else as `read`."""
         yield self.read(path, limit)
 
     def read_again(self, path: str, limit: int) -> bytes:
@@ -281,7 +281,7 @@ class Storage(ABC):
     def put_new(self, path: str, data: bytes, draft: str) -> None:
         """Create a small file in one step; raises FileExistsError if the name is taken.
 
-        After any other error the file may exist nevertheless; read it back to find out.
+        After any other error the file may exist anyway; read it back to find out.
 
         Args:
             path: path of the file
@@ -360,7 +360,7 @@ class Storage(ABC):
         return 0
 
     def here(self, path: str) -> str:
-        """The path on this host, where each host has a folder of its own; else the same path."""
+        """The path on this host, where each host has its own folder; else the same path."""
         return path
 
 

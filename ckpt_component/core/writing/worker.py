@@ -213,7 +213,7 @@ class ByteWorker:
         return END
 
     def _next_frame(self) -> Frame | None:
-        """Wait for the next frame, and meanwhile read files; None if the trainer has died."""
+        """Wait for the next frame, and in the meantime read files; None if the trainer has died."""
         while True:
             pause = self._cached.pause
             try:
