@@ -314,8 +314,8 @@ class HostMemory(CombinedStorage, ObjectFolders):
         self._own = own
         self._numbers = itertools.count(1)
         self._lock = outside.lock()
-        #: Files that are being written: their paths, and their bytes so far.
-        self._written: dict[int, tuple[str, io.BytesIO]] = {}
+        #: Files that are being written: their paths, and their bytes so far; and which of them the server has.
+        self._written, self._put = dict[int, tuple[str, io.BytesIO]](), set[int]()
 
     def holds(self, path: str) -> bool:
         return path.startswith(MEMORY)
@@ -337,13 +337,15 @@ class HostMemory(CombinedStorage, ObjectFolders):
 
     def sync(self, fd: int) -> None:
         path, data = self._written[fd]
-        self._writable(path).put(path, data.getvalue(), new=False)
+        self._writable(path).put(path, data.getvalue(), new=fd not in self._put)
+        self._put.add(fd)
 
     def close(self, fd: int) -> None:
         with self._lock:
             path, data = self._written.pop(fd)
-        if not data.getvalue() and self.size(path) is None:  # an empty one is whole
-            self.put_new(path, b"", "")
+        if fd not in self._put and not data.getvalue():  # an empty one is whole
+            self._writable(path).put(path, b"")
+        self._put.discard(fd)
 
     def open_files(self, folder: str, *, shared: bool = True) -> MemoryFiles:
         return MemoryFiles(self, folder)

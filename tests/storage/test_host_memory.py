@@ -672,6 +672,20 @@ def test_small_files_are_put_when_they_are_whole() -> None:
     assert storage.names(ROOT) == ["empty", "file"] and storage.size(f"{ROOT}/empty") == 0
 
 
+def test_a_file_that_appears_while_another_is_written_there_is_not_replaced() -> None:
+    own = MemoryStore()
+    storage = HostMemory(lambda _: [], own=own)
+    for name, data in (("file", b"late"), ("empty", b"")):
+        fd = storage.create(f"{ROOT}/{name}")
+        storage.write(fd, [memoryview(data)], 0)
+        own.put(f"{ROOT}/{name}", b"first")
+        with pytest.raises(FileExistsError):
+            if data:
+                storage.sync(fd)
+            storage.close(fd)
+        assert own.get(f"{ROOT}/{name}", 9) == b"first"
+
+
 def test_what_a_storage_of_memory_is() -> None:
     storage = HostMemory(lambda _: [], own=MemoryStore())
     assert storage.in_memory(ROOT) and storage.holds(ROOT) and not storage.holds("/runs/one")
