@@ -68,6 +68,7 @@ def run_keep_job(
     """
     table, folder, started = request.table, request.attempt.staging, perf_counter()
     checksum = find_checksum(table.checksum, checksum_home)
+    # Descriptors: where snapshots stay in memory, a stager shares no object of a bucket.
     sizes, shared = sizes_of(request), {each.file: int(each.held) for each in request.shared}
     sums = _sums(request, checksum)
     tails = {blob.file: bytes(data) for blob, data in filled_objects(request, checksum, sums)}

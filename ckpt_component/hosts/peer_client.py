@@ -254,7 +254,7 @@ class ReplicaMemory:
 
 
 #: Bytes to receive and sum at once, which fit into a processor's cache.
-_PIECE_BYTES = 1 << 20
+_PART_BYTES = 1 << 20
 #: Bytes of a request, the most and the least; at a limited rate those of a tenth of a second, so they come steadily.
 _RUN_BYTES, _LEAST_RUN_BYTES = 64 << 20, 64 << 10
 
@@ -391,14 +391,14 @@ class ReplicaPull:
             throttle.wait(length)
             if self.ended is not None and self.ended.is_set:
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"{self.memory.name} has ended", path)
-            end, starts = base + start + length, range(base + start, base + start + length, _PIECE_BYTES)
-            pieces = (block.part(at, min(at + _PIECE_BYTES, end), self.until) for at in starts)
-            yield from file.stream(start, length, pieces)
+            end, starts = base + start + length, range(base + start, base + start + length, _PART_BYTES)
+            parts = (block.part(at, min(at + _PART_BYTES, end), self.until) for at in starts)
+            yield from file.stream(start, length, parts)
 
-    def _sum(self, pieces: Iterator[memoryview], cursor: SumCursor) -> None:
-        """Receive and sum pieces, by two threads in turn: each sums its piece while the other receives.
+    def _sum(self, parts: Iterator[memoryview], cursor: SumCursor) -> None:
+        """Receive and sum parts, by two threads in turn: each sums its part while the other receives.
 
-        So a piece is summed by the processor that has it in its cache, and no thread waits until another one wakes up.
+        So a part is summed by the processor that has it in its cache, and no thread waits until another one wakes up.
         """
         receiving, summing = self.outside.lock(), self.outside.lock()
 
@@ -406,11 +406,11 @@ class ReplicaPull:
             while True:
                 with ExitStack() as turn:
                     with receiving:
-                        piece = next(pieces, None)
-                        if piece is None:
+                        part = next(parts, None)
+                        if part is None:
                             return
                         turn.enter_context(summing)  # before another one comes, so that they stay in their order
-                    cursor.feed([piece])
+                    cursor.feed([part])
 
         with self.outside.pool(2, "ckpt-replica") as pool:
             list(pool.map(work, range(2)))

@@ -311,21 +311,21 @@ class _OpenFolders:
         files = until_closed.enter_context(self._kept.opened(request.header["path"]))
         self._open[request.number] = files, until_closed
         small = {name: file.tail for name, file in files.items() if not file.length}
-        pieces = {name: file for name, file in files.items() if file.length}
-        fds = list(dict.fromkeys(piece.descriptor for piece in pieces.values()))
+        images = {name: file for name, file in files.items() if file.length}
+        fds = list(dict.fromkeys(image.descriptor for image in images.values()))
         places = {fd: place for place, fd in enumerate(fds)}
         fds = fds if request.header.get("descriptors", True) else []
         header = {
             "number": request.number,
             "descriptors": len(fds),
             "pieces": [
-                [name, places[piece.descriptor], piece.base, piece.length, len(piece.tail), piece.is_replica]
-                for name, piece in pieces.items()
+                [name, places[image.descriptor], image.base, image.length, len(image.tail), image.is_replica]
+                for name, image in images.items()
             ],
             "small": [[name, len(data)] for name, data in small.items()],
-            "identities": {name: piece.identity for name, piece in pieces.items() if piece.identity},
+            "identities": {name: image.identity for name, image in images.items() if image.identity},
         }
-        yield Reply(header, [*small.values(), *(piece.tail for piece in pieces.values())], fds[:_MOST_FDS])
+        yield Reply(header, [*small.values(), *(image.tail for image in images.values())], fds[:_MOST_FDS])
         for start in range(_MOST_FDS, len(fds), _MOST_FDS):
             yield Reply(fds=fds[start : start + _MOST_FDS])
 
@@ -335,33 +335,33 @@ class _OpenFolders:
         Raises:
             OSError: there are fewer; if they become fewer in the meantime, the connection ends
         """
-        header, channel, piece = request.header, request.channel, self._image(request)
+        header, channel, image = request.header, request.channel, self._image(request)
         start, end = header["offset"], header["offset"] + header["length"]
-        if os.fstat(piece.descriptor).st_size < piece.base + end:
-            raise piece.cut(header["name"])
+        if os.fstat(image.descriptor).st_size < image.base + end:
+            raise image.cut(header["name"])
         yield Reply()
         for at in range(start, end, _SENT_BYTES):
             until, count = channel.outside.now() + _SEND_SECONDS, min(_SENT_BYTES, end - at)
-            if channel.send_file(piece.descriptor, piece.base + at, count, until) < count:
+            if channel.send_file(image.descriptor, image.base + at, count, until) < count:
                 channel.hang_up(listens=False)
                 return
 
     def ranges(self, request: FrameRequest) -> Reply:
         """Bytes of short ranges of a file, one after the other in an answer: between hosts, an answer is signed."""
-        piece, places = self._image(request), request.blob.cast("Q")
+        image, places = self._image(request), request.blob.cast("Q")
         data, position = memoryview(bytearray(sum(places[1::2]))), 0
         for offset, length in zip(places[::2], places[1::2], strict=True):
-            if not piece.fill(data[position : position + length], offset):
-                raise piece.cut(request.header["name"])
+            if not image.fill(data[position : position + length], offset):
+                raise image.cut(request.header["name"])
             position += length
         return Reply(blobs=[data])
 
     def _image(self, request: FrameRequest) -> LocalFile:
         header = request.header
-        piece = self._open[header["number"]][0].get(header["name"])
-        if piece is None or not piece.length:
+        image = self._open[header["number"]][0].get(header["name"])
+        if image is None or not image.length:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), header["name"])
-        return piece
+        return image
 
     def release(self, request: FrameRequest) -> None:
         """Close one."""
