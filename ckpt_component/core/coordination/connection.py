@@ -235,7 +235,7 @@ def another_connection(dist: ModuleType, store: Any) -> Any:
 
 def offered_address(outside: Outside) -> str:
     """Where other hosts reach this one; empty, with a warning: nowhere."""
-    return _found_or_none(lambda: own_address(outside))
+    return _or_empty(lambda: own_address(outside))
 
 
 def reachable(addresses: Sequence[str], outside: Outside) -> list[str]:
@@ -246,11 +246,11 @@ def reachable(addresses: Sequence[str], outside: Outside) -> list[str]:
     far = next((address for address in addresses if address and not is_loopback(address)), None)
     if far is None:
         return [*addresses]
-    own = _found_or_none(lambda: outside.address_towards(far))
+    own = _or_empty(lambda: outside.address_towards(far))
     return [own if address and is_loopback(address) else address for address in addresses]
 
 
-def _found_or_none(find: Callable[[], str]) -> str:
+def _or_empty(find: Callable[[], str]) -> str:
     try:
         return find()
     except OSError as error:
