@@ -60,8 +60,9 @@ def test_every_public_name_is_there(package: str) -> None:
     module = importlib.import_module(".".join(filter(None, ("ckpt_component", package))))
     assert module.__all__
     for name in module.__all__:
-        assert getattr(module, name) is not None
-        assert name in dir(module)
+        value = getattr(module, name)
+        assert value is not None and name in dir(module)
+        assert package or value.__name__ == name
 
 
 def test_all_errors_are_public() -> None:
