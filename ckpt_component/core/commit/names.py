@@ -59,9 +59,10 @@ class StepNames:
 
     def step(self, name: str) -> int | None:
         """The step of a folder name, or None for any other name."""
-        if re.fullmatch(rf"{re.escape(self.prefix)}\d{{{self.digits},}}", name) is None:
+        digits = name.removeprefix(self.prefix)
+        if digits == name or len(digits) < self.digits or not (digits.isascii() and digits.isdigit()):
             return None
-        return int(name[len(self.prefix) :])
+        return int(digits)
 
     def step_of(self, name: str) -> int | None:
         """The step whose folder has exactly this name, or None."""
