@@ -12,8 +12,8 @@ import io
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
@@ -96,13 +96,9 @@ class SimulatedFiles(FileStorage):
         with self._lock:
             self.is_off = True
 
-    @contextmanager
-    def at_disk(self) -> Iterator[Disk]:
+    def at_disk(self) -> AbstractContextManager[Disk]:
         """The disk, for one operation; a subclass may let something happen before it. Raises `PowerCut`."""
-        with self._lock:
-            if self.is_off:
-                raise PowerCut
-            yield self.disk
+        return _Operation(self)
 
     def change(self, operation: str, path: str, effect: Callable[[], T]) -> T:
         """An operation that changes something."""
@@ -400,6 +396,23 @@ class SimulatedFiles(FileStorage):
 
     def open_files(self, folder: str, *, shared: bool = True) -> Any:
         return _SimulatedFileSet(self, folder)
+
+
+class _Operation(AbstractContextManager[Disk]):
+    """One operation on a disk; another thread's waits until it has ended. A life has tens of thousands."""
+
+    def __init__(self, files: SimulatedFiles) -> None:
+        self._files = files
+
+    def __enter__(self) -> Disk:
+        self._files._lock.acquire()
+        if self._files.is_off:
+            self._files._lock.release()
+            raise PowerCut
+        return self._files.disk
+
+    def __exit__(self, *error: object) -> None:
+        self._files._lock.release()
 
 
 class _SimulatedFileSet(FileSet):

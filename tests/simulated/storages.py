@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from ckpt_component.testing import Disk, SimulatedBucket, SimulatedFiles
@@ -26,13 +26,11 @@ class ProcessFiles(SimulatedFiles):
         self.outside = process.outside
         self.process = process
 
-    @contextmanager
-    def at_disk(self) -> Iterator[Disk]:
+    def at_disk(self) -> AbstractContextManager[Disk]:
         """A turn, then the disk."""
         self.process.turn()
-        with super().at_disk() as disk:
-            disk.now = max(disk.now, 1e9 + self.process.simulation.now)
-            yield disk
+        self.disk.now = max(self.disk.now, 1e9 + self.process.simulation.now)
+        return super().at_disk()
 
 
 class ProcessBucket(SimulatedBucket):

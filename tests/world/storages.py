@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
 from simulated.storages import ProcessFiles
@@ -48,12 +48,10 @@ class WorldFiles(ProcessFiles):
         super().__init__(process, files)
         self._world = world
 
-    @contextmanager
-    def at_disk(self) -> Iterator[Disk]:
+    def at_disk(self) -> AbstractContextManager[Disk]:
         """The disk, for a look."""
         self._world.operation(self.process, "look")
-        with super().at_disk() as disk:
-            yield disk
+        return super().at_disk()
 
     def open_folder(self, path: str) -> int:
         """Open a folder; what a process has open is closed when it ends."""

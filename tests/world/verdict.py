@@ -135,7 +135,7 @@ class Fence:
     """
 
     def __init__(self, root: str, names: StepNames = MEGATRON) -> None:
-        self._root, self._names = root, names
+        self._folder, self._names = f"{root}/", names
         self._count = 0
         #: When a job has taken the folder, and last changed something of an attempt: numbers of changes.
         self._taken, self._worked = dict[int, int](), dict[int, int]()
@@ -143,8 +143,9 @@ class Fence:
     def changed(self, job: int, name: str, path: str) -> Iterator[str]:
         """A job has changed something; yields what is wrong with that."""
         self._count += 1
-        below = os.path.relpath(path, self._root)
-        first, _, rest = below.partition("/")
+        if not path.startswith(self._folder):
+            return
+        first, _, rest = path.removeprefix(self._folder).partition("/")
         if first == OWNER and job not in self._taken:
             self._taken[job] = self._count
         is_step = self._names.step(first) is not None

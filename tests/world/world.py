@@ -16,7 +16,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import world.troubles  # noqa: F401  the kinds of trouble, which this lists
@@ -107,8 +107,7 @@ class Case:
         return cls(storage, hosts, script, tuple(map(Trouble.of, troubles)), int(seed))
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """Something that a process does outside of itself.
 
     Attributes:
@@ -361,9 +360,8 @@ class World:
         call = self.others.get(process) or ("orphan" if rank.process.is_dead else rank.doing)
         if call != "orphan" and process.name.startswith("publish_process"):
             call = "publish"
-        operation = Operation(call, kind, name, path)
         self.operations[Operation(call, kind, name)] += 1
-        if self._pending and self._pending[0].fits(operation):
+        if self._pending and self._pending[0].fits(operation := Operation(call, kind, name, path)):
             self._since += 1
             if self._since == self._pending[0].number:
                 trouble, self._since = self._pending.pop(0), 0
