@@ -239,6 +239,19 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path)
     assert steps_text(list(range(1, 11))) == "1, 2, 3, 4, 5, 6, 7, ... (10 in all), 10"
 
 
+@pytest.mark.parametrize(
+    "name", ["iter_000003", "iter_\u0660\u0660\u0660\u0660\u0660\u0660\u0663", "iter_0000003x", "0000003"]
+)
+def test_a_folder_with_nearly_the_name_of_a_step_is_none(tmp_path: Path, name: str) -> None:
+    run(tmp_path, 1, 2)
+    shutil.copytree(tmp_path / "iter_0000002", tmp_path / name)
+    assert restored(tmp_path) == 2
+    with manager_in(tmp_path, "checkpoint.keep.last=1") as manager:
+        assert manager.steps() == [1, 2]
+        manager.save(4, {"weight": torch.full((1000,), 4.0), "step": 4})
+    assert manager.steps() == [4] and (tmp_path / name / "manifest.json").exists()
+
+
 def test_files_that_may_be_checkpoints_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, more in ((1, ""), (2, " and 1 more"), (3, " and 2 more")):
         torch.save(target(), tmp_path / f"weights-{number}.pt")
