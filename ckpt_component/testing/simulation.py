@@ -63,6 +63,7 @@ class Simulation:
         self.now = 0.0
         self.random = random.Random(seed)
         self.turns = 0
+        self._limit = math.inf
         self._quickest, self._slowest = quickest, slowest
         self.failures: list[BaseException] = []
         self._numbers = itertools.count()
@@ -107,6 +108,7 @@ class Simulation:
         Raises:
             BaseException: the first that a thread did not catch
         """
+        self._limit = limit
         while self.running and self._events and self._events[0][0] <= limit:
             self._step()
         ended = not self.running
@@ -155,11 +157,20 @@ class Simulation:
         if own.process.is_dead:
             raise Killed
         own.wait += 1
+        if self._is_next(own, until):
+            self.now = max(self.now, until)
+            self.turns += 1
+            return
         if until < math.inf:
             self.resume(own, until)
         self.scheduler.switch()
         if own.process.is_dead:
             raise Killed
+
+    def _is_next(self, own: SimulatedThread, until: float) -> bool:
+        """Whether nothing can happen before the thread that runs goes on: most waits, and these need no switch."""
+        is_first = until <= self._limit and (not self._events or until < self._events[0][0])
+        return is_first and self.running > 0 and until >= own.process.stopped_until
 
 
 class SimulatedProcess:
