@@ -47,12 +47,16 @@ class _DeafConnection(SimulatedConnection):
         super().set(key, value)
 
 
-def run(begin: float, end: float, ask: Callable[[StoreCoordinator], None], lasts: float = 1000.0) -> Deaf:
-    """Let a rank ask something while the store takes no heartbeats between two times."""
+def run(
+    begin: float, end: float, ask: Callable[[StoreCoordinator], None], lasts: float = 1000.0, *, is_held: bool = False
+) -> Deaf:
+    """Let a rank ask something while the store takes no heartbeats between two times; `is_held`: its port listens."""
     simulation = Simulation(1)
     process = simulation.process("rank 0")
     refuses = socket.socket()
     refuses.bind(("127.0.0.1", 0))
+    if is_held:
+        refuses.listen()
     store = Deaf(process, refuses.getsockname()[1], begin, end)
 
     def train() -> None:
@@ -104,10 +108,14 @@ def test_a_rank_that_is_considered_dead_tries_less_often() -> None:
 
 
 def test_the_last_heartbeat_says_that_the_manager_is_closed() -> None:
-    store = run(500.0, 600.0, lambda ranks: ranks.outside.sleep(3.0))
+    store = run(500.0, 600.0, lambda ranks: ranks.outside.sleep(3.0), is_held=True)
     assert store.values["run/beat/0"].decode().endswith(" true]"), store.values["run/beat/0"]
 
 
 def test_a_rank_whose_heartbeats_fail_sends_no_last_one() -> None:
     store = run(3.0, 500.0, lambda ranks: ranks.outside.sleep(5.0))
     assert store.tries == pytest.approx([4.0], abs=0.2)
+
+
+def test_no_last_heartbeat_is_sent_to_a_store_whose_process_has_ended() -> None:
+    assert run(1.0, 1000.0, lambda ranks: ranks.outside.sleep(1.5)).tries == []

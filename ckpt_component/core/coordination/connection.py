@@ -130,12 +130,18 @@ class StoreConnection:
 
         self._calls.put(_Call(attempt, self.outside.latch()))
 
+    def is_held(self) -> bool:
+        """Whether the process that holds the store takes connections, as far as can be seen in a second.
+
+        A call to a store whose process has ended is an error, of which torch prints the stack.
+        """
+        address = _address_of(*self._store)
+        return address is None or _is_listening(address, self.outside, _LEAST_SECONDS)
+
     def holder(self) -> str:
         """Describe the process that holds the store."""
-        store = innermost_store(*self._store)
-        who = "the torchrun agent" if is_held_by_agent() else "rank 0"
-        host, port = getattr(store, "host", None), getattr(store, "port", None)
-        return who if host is None else f"{who} at {host}:{port}"
+        who, address = "the torchrun agent" if is_held_by_agent() else "rank 0", _address_of(*self._store)
+        return who if address is None else f"{who} at {address[0]}:{address[1]}"
 
     def _no_answer(self) -> CheckpointTimeoutError | RanksError:
         seconds = self.outside.now() - self._since
@@ -154,6 +160,10 @@ class MadeHere:
     """The calls of a connection's thread itself, which wait for nothing."""
 
     is_blocked = False
+
+    def is_held(self) -> bool:
+        """It has just answered."""
+        return True
 
     def __init__(self, store: Any, outside: Outside) -> None:
         self.outside = outside
@@ -183,7 +193,7 @@ def _make_calls(calls: Queue, store: list[Any], opens: bool, outside: Outside) -
                 call.error = call.error or error
                 if not opens:
                     outside.sleep(_DYING_SECONDS)
-                    opens = _is_listening(store[0], outside)
+                    opens = _can_be_opened(store[0], outside)
                     if opens and call.repeatable and not call.given_up:
                         continue
             break
@@ -191,14 +201,24 @@ def _make_calls(calls: Queue, store: list[Any], opens: bool, outside: Outside) -
         del call  # its result may be large
 
 
-def _is_listening(store: Any, outside: Outside) -> bool:
+def _can_be_opened(store: Any, outside: Outside) -> bool:
     """Whether another connection to a store can be opened. torch keeps trying for minutes if its process has ended."""
+    address = _address_of(store)
+    if address is None:
+        return hasattr(innermost_store(store), "clone")
+    return _is_listening(address, outside, _LISTEN_SECONDS)
+
+
+def _address_of(store: Any) -> tuple[str, int] | None:
+    """Host and port of the process that holds a store; None: it has none, as that of a file."""
     store = innermost_store(store)
     host, port = getattr(store, "host", None), getattr(store, "port", None)
-    if host is None or port is None:
-        return hasattr(store, "clone")
+    return None if host is None or port is None else (host, port)
+
+
+def _is_listening(address: tuple[str, int], outside: Outside, seconds: float) -> bool:
     try:
-        outside.connect((host, port), _LISTEN_SECONDS).close()
+        outside.connect(address, seconds).close()
     except OSError:
         return False
     return True

@@ -85,10 +85,13 @@ class Heartbeat:
         self._over.set()
 
     def end(self) -> None:
-        """Send a last heartbeat, so that the others know where this rank is, and stop."""
+        """Send a last heartbeat, so that the others know where this rank is, and stop.
+
+        Not to a store whose process has ended, as rank 0 does first in a script that closes nothing.
+        """
         self.stop()
         self._thread.join(_END_SECONDS)
-        if self._thread.is_alive() or self._failure is not None:
+        if self._thread.is_alive() or self._failure is not None or not self._store.is_held():
             return
         try:
             self._send(self._store.until(self._outside.now()))

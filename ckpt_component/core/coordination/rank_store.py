@@ -105,6 +105,10 @@ class RankStore:
         """Whether the store has not answered a call that was given up, so that further calls wait for it."""
         return self._connection.is_blocked
 
+    def is_held(self) -> bool:
+        """Whether the process that holds the store is still there, as far as can be seen; waits a second at most."""
+        return self._connection.is_held()
+
     def once_answered(self, action: Callable[[RankStore], None]) -> None:
         """Let a blocked connection do something as soon as the store answers again. Does not wait."""
         self._connection.call_later(lambda store: action(self._over(MadeHere(store, self.outside))))
