@@ -109,14 +109,14 @@ BUGS = [
     Bug(
         "the_old_one_is_deleted_before_the_commit",
         "saving/save_queue.py",
-        "        try:\n            made = self._retries.run(",
+        "        try:\n            made = self.retries.run(",
         "        if self._ranks.is_leader and request.step:\n"
         "            from ..core.commit.cleanup import discard\n"
         "            import os\n"
         "            for name in request.storage.names(os.path.dirname(request.path)):\n"
         "                if name.startswith('iter_'):\n"
         "                    discard(request.storage, os.path.join(os.path.dirname(request.path), name))\n"
-        "        try:\n            made = self._retries.run(",
+        "        try:\n            made = self.retries.run(",
         "disk a train",
     ),
     Bug(
@@ -199,7 +199,7 @@ BUGS = [
     Bug(
         "a_connection_that_broke_stays_broken",  # ours
         "core/coordination/connection.py",
-        "                    opens = _is_listening(store[0], outside)\n",
+        "                    opens = _can_be_opened(store[0], outside)\n",
         "                    opens = False\n",
         "disk ab train",
     ),
