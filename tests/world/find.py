@@ -15,13 +15,14 @@ from world.world import Case, World
 USUAL = ("power_cut", "answer_lost", "kill", "fails", "second_run", "message_lost", "answer_of_store_lost", "stop")
 
 
-def find(world: str, *kinds: str) -> int:
+def find(world: str, *kinds: str, lives: int | None = None) -> int:
     """Print the first that is found.
 
     Args:
         world: storage, hosts and script of the lives
         kinds: of the troubles, and perhaps the call: `message_lost:save`, or two that come one after the other:
             `flip_link:save+lose_host:save`; none: the usual ones
+        lives: how many at most; None: all that there are
 
     Returns:
         1; 0 if there is none.
@@ -41,7 +42,8 @@ def find(world: str, *kinds: str) -> int:
             chosen.shuffle(each)
         found.append([*zip(*places, strict=False)])
     # By turns.
-    for number, troubles in enumerate(filter(None, itertools.chain(*itertools.zip_longest(*found)))):
+    turns = filter(None, itertools.chain(*itertools.zip_longest(*found)))
+    for number, troubles in enumerate(itertools.islice(turns, lives)):
         if wrong := wrong_in([Case(storage, hosts, script, troubles, number)]):
             print("violation:", wrong[0])
             return 1
