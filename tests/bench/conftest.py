@@ -23,10 +23,10 @@ def bench(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     folder = tmp_path / "run"
     folder.mkdir()
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
         first = [word for word in arguments if "=" not in word]
         rest = [word for word in arguments if word not in first]
         command = ["-m", "ckpt_bench", *first, *TINY, f"peers_dir={tmp_path / 'peers'}", *rest]
-        return run_program([*command, "hydra.run.dir=out"], folder, apart=True)
+        return run_program([*command, "hydra.run.dir=out"], folder, apart=True, timeout=timeout)
 
     return run
