@@ -98,7 +98,7 @@ class SimulatedFiles(FileStorage):
 
     def at_disk(self) -> AbstractContextManager[Disk]:
         """The disk, for one operation; a subclass may let something happen before it. Raises `PowerCut`."""
-        return _Operation(self)
+        return _HeldDisk(self)
 
     def change(self, operation: str, path: str, effect: Callable[[], T]) -> T:
         """An operation that changes something."""
@@ -398,7 +398,7 @@ class SimulatedFiles(FileStorage):
         return _SimulatedFileSet(self, folder)
 
 
-class _Operation(AbstractContextManager[Disk]):
+class _HeldDisk(AbstractContextManager[Disk]):
     """One operation on a disk; another thread's waits until it has ended. A life has tens of thousands."""
 
     def __init__(self, files: SimulatedFiles) -> None:

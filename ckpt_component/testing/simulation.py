@@ -62,8 +62,7 @@ class Simulation:
     def __init__(self, seed: int, quickest: float = 1e-4, slowest: float = 1e-2) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
-        self.turns = 0
-        self._limit = math.inf
+        self.turns, self._limit = 0, math.inf
         self._quickest, self._slowest = quickest, slowest
         self.failures: list[BaseException] = []
         self._numbers = itertools.count()
@@ -77,13 +76,7 @@ class Simulation:
         self.running = 0
 
     def process(self, name: str, host: str = "host", parent: SimulatedProcess | None = None) -> SimulatedProcess:
-        """A new process, which runs nothing yet.
-
-        Args:
-            name: for messages
-            host: where it runs
-            parent: which has started it
-        """
+        """A new process, which runs nothing yet; arguments as of `SimulatedProcess`."""
         return SimulatedProcess(self, name, host, parent)
 
     def find(self, pid: int, host: str) -> SimulatedProcess | None:
@@ -157,20 +150,15 @@ class Simulation:
         if own.process.is_dead:
             raise Killed
         own.wait += 1
-        if self._is_next(own, until):
-            self.now = max(self.now, until)
-            self.turns += 1
+        is_next = not self._events or until < self._events[0][0]  # as mostly; that needs no switch
+        if is_next and self.running and own.process.stopped_until <= until <= self._limit:
+            self.now, self.turns = max(self.now, until), self.turns + 1
             return
         if until < math.inf:
             self.resume(own, until)
         self.scheduler.switch()
         if own.process.is_dead:
             raise Killed
-
-    def _is_next(self, own: SimulatedThread, until: float) -> bool:
-        """Whether nothing can happen before the thread that runs goes on: most waits, and these need no switch."""
-        is_first = until <= self._limit and (not self._events or until < self._events[0][0])
-        return is_first and self.running > 0 and until >= own.process.stopped_until
 
 
 class SimulatedProcess:
