@@ -130,14 +130,6 @@ class StoreConnection:
 
         self._calls.put(_Call(attempt, self.outside.latch()))
 
-    def is_held(self) -> bool:
-        """Whether the process that holds the store takes connections, as far as can be seen in a second.
-
-        A call to a store whose process has ended is an error, of which torch prints the stack.
-        """
-        address = _address_of(*self._store)
-        return address is None or _is_listening(address, self.outside, _LEAST_SECONDS)
-
     def holder(self) -> str:
         """Describe the process that holds the store."""
         who, address = "the torchrun agent" if is_held_by_agent() else "rank 0", _address_of(*self._store)
@@ -160,10 +152,6 @@ class MadeHere:
     """The calls of a connection's thread itself, which wait for nothing."""
 
     is_blocked = False
-
-    def is_held(self) -> bool:
-        """It has just answered."""
-        return True
 
     def __init__(self, store: Any, outside: Outside) -> None:
         self.outside = outside
@@ -203,10 +191,18 @@ def _make_calls(calls: Queue, store: list[Any], opens: bool, outside: Outside) -
 
 def _can_be_opened(store: Any, outside: Outside) -> bool:
     """Whether another connection to a store can be opened. torch keeps trying for minutes if its process has ended."""
+    return hasattr(innermost_store(store), "clone") if _address_of(store) is None else is_held(store, outside)
+
+
+def is_held(store: Any, outside: Outside) -> bool:
+    """Whether the process that holds a store takes connections, where that can be seen."""
     address = _address_of(store)
-    if address is None:
-        return hasattr(innermost_store(store), "clone")
-    return _is_listening(address, outside, _LISTEN_SECONDS)
+    if address is not None:
+        try:
+            outside.connect(address, _LISTEN_SECONDS).close()
+        except OSError:
+            return False
+    return True
 
 
 def _address_of(store: Any) -> tuple[str, int] | None:
@@ -214,14 +210,6 @@ def _address_of(store: Any) -> tuple[str, int] | None:
     store = innermost_store(store)
     host, port = getattr(store, "host", None), getattr(store, "port", None)
     return None if host is None or port is None else (host, port)
-
-
-def _is_listening(address: tuple[str, int], outside: Outside, seconds: float) -> bool:
-    try:
-        outside.connect(address, seconds).close()
-    except OSError:
-        return False
-    return True
 
 
 def innermost_store(store: Any) -> Any:

@@ -91,10 +91,12 @@ class Heartbeat:
         """
         self.stop()
         self._thread.join(_END_SECONDS)
-        if self._thread.is_alive() or self._failure is not None or not self._store.is_held():
+        if self._thread.is_alive() or self._failure is not None:
             return
+        store = self._store.until(self._outside.now())
         try:
-            self._send(self._store.until(self._outside.now()))
+            if store.is_held():
+                self._send(store)
         except CheckpointError as error:
             logger.debug("rank %d could not send its last heartbeat: %s", self._store.rank, error)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import CheckpointError, CheckpointTimeoutError, RanksError
-from .connection import MadeHere, StoreConnection, is_held_by_agent
+from .connection import MadeHere, StoreConnection, is_held, is_held_by_agent
 from .coordinator import distributed
 
 #: Polling intervals in seconds: the first, its minimum per rank (the store answers about 100,000 requests a second),
@@ -105,10 +105,6 @@ class RankStore:
         """Whether the store has not answered a call that was given up, so that further calls wait for it."""
         return self._connection.is_blocked
 
-    def is_held(self) -> bool:
-        """Whether the process that holds the store is still there, as far as can be seen; waits a second at most."""
-        return self._connection.is_held()
-
     def once_answered(self, action: Callable[[RankStore], None]) -> None:
         """Let a blocked connection do something as soon as the store answers again. Does not wait."""
         self._connection.call_later(lambda store: action(self._over(MadeHere(store, self.outside))))
@@ -130,6 +126,10 @@ class RankStore:
         return int(
             self._call(lambda store: store.add(self._prefix + key, amount), repeatable=repeatable or amount == 0)
         )
+
+    def is_held(self) -> bool:
+        """Whether the process of the store is still there. torch prints a stack of other calls to one that is not."""
+        return bool(self._call(lambda store: is_held(store, self.outside), repeatable=True))
 
     def peek(self, key: str) -> bytes | None:
         """Return the value, or None if there is none yet. Does not wait."""
