@@ -60,9 +60,8 @@ class StepNames:
     def step(self, name: str) -> int | None:
         """The step of a folder name, or None for any other name."""
         digits = name.removeprefix(self.prefix)
-        if digits == name or len(digits) < self.digits or not (digits.isascii() and digits.isdigit()):
-            return None
-        return int(digits)
+        is_number = digits != name and digits.isascii() and digits.isdigit()
+        return int(digits) if is_number and len(digits) >= self.digits else None
 
     def step_of(self, name: str) -> int | None:
         """The step whose folder has exactly this name, or None."""
