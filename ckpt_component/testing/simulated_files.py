@@ -12,8 +12,8 @@ import io
 import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
@@ -98,7 +98,14 @@ class SimulatedFiles(FileStorage):
 
     def at_disk(self) -> AbstractContextManager[Disk]:
         """The disk, for one operation; a subclass may let something happen before it. Raises `PowerCut`."""
-        return _HeldDisk(self)
+        return self._held()
+
+    @contextmanager
+    def _held(self) -> Iterator[Disk]:
+        with self._lock:
+            if self.is_off:
+                raise PowerCut
+            yield self.disk
 
     def change(self, operation: str, path: str, effect: Callable[[], T]) -> T:
         """An operation that changes something."""
@@ -396,23 +403,6 @@ class SimulatedFiles(FileStorage):
 
     def open_files(self, folder: str, *, shared: bool = True) -> Any:
         return _SimulatedFileSet(self, folder)
-
-
-class _HeldDisk(AbstractContextManager[Disk]):
-    """One operation on a disk; another thread's waits until it has ended. A life has tens of thousands."""
-
-    def __init__(self, files: SimulatedFiles) -> None:
-        self._files = files
-
-    def __enter__(self) -> Disk:
-        self._files._lock.acquire()
-        if self._files.is_off:
-            self._files._lock.release()
-            raise PowerCut
-        return self._files.disk
-
-    def __exit__(self, *error: object) -> None:
-        self._files._lock.release()
 
 
 class _SimulatedFileSet(FileSet):

@@ -62,7 +62,8 @@ class Simulation:
     def __init__(self, seed: int, quickest: float = 1e-4, slowest: float = 1e-2) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
-        self.turns, self._limit = 0, math.inf
+        self.turns = 0
+        self._limit = math.inf
         self._quickest, self._slowest = quickest, slowest
         self.failures: list[BaseException] = []
         self._numbers = itertools.count()
