@@ -13,6 +13,7 @@ import pytest
 import torch
 from rank_threads import rank_threads
 from ranks import finish_ranks, run_ranks, start_ranks
+from simulated_ranks import outcomes
 
 from ckpt_component import (
     CheckpointCorruptError,
@@ -199,23 +200,28 @@ def test_a_failed_load_leaves_the_ranks_in_step(saved: Path, on_ranks: OnRanks) 
     assert on_ranks(load) == [["b", "weight"], ["a", "b", "step", "weight"]]
 
 
-def test_a_rank_that_loads_without_the_others_is_told_how_to_and_they_can_load_together_later(
-    saved: Path, on_ranks: OnRanks
-) -> None:
-    met = threading.Barrier(2)
-
-    def load(rank: int, checkpointer: Checkpointer) -> int:
-        if rank == 1:
+def test_a_rank_that_loads_without_the_others_is_told_how_to_and_they_can_load_together_later(saved: Path) -> None:
+    def load(ranks: StoreCoordinator) -> tuple[float, int]:
+        built = build_checkpointer(
+            "sync",
+            ["checkpoint.timeouts.stage=5"],
+            ranks=ranks,
+            storage_of=lambda _: FileStorage(),
+            outside=ranks.outside,
+        )
+        began = ranks.outside.now()
+        if ranks.rank == 1:
             text = "load without alone=True must be called on every rank; rank 0 did not"
             with pytest.raises(CheckpointTimeoutError, match=text):
-                checkpointer.load(saved, state_of([], "a"))
-            checkpointer.load(saved, state_of([], "a"), alone=True)
-        met.wait(60)
+                built.load(saved, state_of([], "a"))
+            built.load(saved, state_of([], "a"), alone=True)
+        waited = ranks.outside.now() - began
+        ranks.outside.sleep(began + 60 - ranks.outside.now())
         state = state_of([], "b")
-        checkpointer.load(str(saved) + "/", state)
-        return int(state["b"].count)
+        built.load(str(saved) + "/", state)
+        return round(waited), int(state["b"].count)
 
-    assert on_ranks(load, [FileStorage(), FileStorage()], "checkpoint.timeouts.stage=0.5") == [7, 7]
+    assert outcomes(0, 2, load) == {0: (0, 7), 1: (5, 7)}
 
 
 @pytest.mark.turns(3)
