@@ -52,7 +52,8 @@ class PeerClient(SnapshotClient):
         address: where it is
         secret: of its run
         now: connect now; False: with the first request
-        **options: `seconds` and `outside` as for the base class
+        seconds: how long it may take to answer
+        outside: of this process
 
     Attributes:
         address: see above
@@ -61,8 +62,16 @@ class PeerClient(SnapshotClient):
         OSError: see `_dial`
     """
 
-    def __init__(self, address: PeerAddress, secret: str, *, now: bool = True, **options: Any) -> None:
-        super().__init__(address.rank, str(address), **options)
+    def __init__(
+        self,
+        address: PeerAddress,
+        secret: str,
+        *,
+        now: bool = True,
+        seconds: float = ANSWER_SECONDS,
+        outside: Outside = OUTSIDE,
+    ) -> None:
+        super().__init__(address.rank, str(address), seconds, outside)
         self.address, self._secret = address, secret
         #: Memory for images, and which chunks have come, by folder and name. A file in memory never changes.
         self._fetched: dict[tuple[str, str], tuple[memoryview, bytearray]] = {}

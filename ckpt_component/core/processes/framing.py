@@ -256,11 +256,6 @@ class Channel:
                 sent += count
         return sent
 
-    @property
-    def has_input(self) -> bool:
-        """Whether something has arrived, or the other process has hung up."""
-        return self.outside.ready(self._sock, 0)
-
     def has_input_within(self, seconds: float) -> bool:
         """Wait at most so long; returns whether something has arrived, or the other process has ended."""
         try:
