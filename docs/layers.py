@@ -13,8 +13,8 @@ PAGE = REPOSITORY / "docs" / "design.md"
 #: `tests/test_layers.py` checks it.
 LAYERS = {
     "ground": (
-        *("errors", "_version", "core.waits", "core.sockets", "core.available_memory", "core.outside", "core.libc"),
-        *("core.pages", "core.gc_control", "core._lazy", "core.options", "core.spelling", "core.progress"),
+        *("errors", "_version", "core.waits", "core.sockets", "core.available_memory", "core.options"),
+        *("core.outside", "core.libc", "core.pages", "core.gc_control", "core._lazy", "core.spelling", "core.progress"),
     ),
     "outside": ("core.processes", "core.lane", "core.job", "core.storage", "state", "core.coordination"),
     "image and commit": ("core.commit", "core.image"),

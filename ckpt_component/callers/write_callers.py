@@ -21,7 +21,6 @@ from ..core.image.arena import Arena
 from ..core.options import NICE, IoPriority, PageCache
 from ..core.outside import OUTSIDE, Outside
 from ..core.processes.serve import as_local_error
-from ..core.processes.start import lower_priority
 from ..core.spelling import member
 from ..core.storage.checksum import home_of
 from ..core.storage.locate import same_folder
@@ -240,7 +239,7 @@ class _WriterProcessCaller(ConnectedCaller):
                 process.close(timeout)
             self._owned = process = ByteProcess(timeout, self._program, self.outside)
             # By the trainer, because the process has no psutil.
-            lower_priority(process.pid, self._nice, self._io_priority, self.outside)
+            self.outside.lower_priority(process.pid, self._nice, self._io_priority)
             return process
 
     def close(self, timeout: float = 60.0) -> None:

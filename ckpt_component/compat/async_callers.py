@@ -11,8 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from ..core.options import NICE, IoPriority
-from ..core.outside import Future, Socket
-from ..core.processes.start import lower_priority
+from ..core.outside import OUTSIDE, Future, Socket
 from ..errors import CheckpointError, CheckpointSaveError
 from .async_request import AsyncRequest
 from .peers import Peers, ScheduledCall, this_rank
@@ -135,7 +134,7 @@ class ProcessCaller(AsyncCaller):
             start_timeout=start_timeout,
             close_timeout=close_timeout,
             import_main=import_main,
-            on_start=partial(lower_priority, nice=nice, io_priority=io_priority) if is_lower else None,
+            on_start=partial(OUTSIDE.lower_priority, nice=nice, io_priority=io_priority) if is_lower else None,
         )
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:

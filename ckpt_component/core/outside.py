@@ -26,6 +26,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import logging
 import os
 import signal
 import socket
@@ -41,6 +42,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .available_memory import available_bytes
+from .options import IoPriority
 from .sockets import Address, Socket, Sockets
 from .waits import Waits
 
@@ -52,11 +54,15 @@ __all__ += ["Process", "Queue", "Socket", "Thread"]
 
 _Result = TypeVar("_Result")
 
+logger = logging.getLogger("ckpt_component.callers")
+
 #: The environment variable that overrides the name of the host, so that one machine can be several.
 HOST_VARIABLE = "CKPT_HOST"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 #: The arguments are the folder of this package and the descriptor of the connection.
 _CODE = "import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; from {} import main; main()"
+#: Users other than root may set one group in a tenth of a second, on the whole host.
+_TRY_SECONDS, _PAUSE_SECONDS = 2.0, 0.02
 
 
 class Thread(Protocol):
@@ -379,6 +385,48 @@ class Outside(Sockets):
             start_new_session=own_session,
         )
         return _RealProcess(process)
+
+    def lower_priority(self, pid: int, nice: int, io_priority: IoPriority) -> None:
+        """Lower the priority of a process on this host. If that fails, a line is logged and it keeps its priority.
+
+        Args:
+            pid: its ID
+            nice: nice value, 0 to 19; not applied if the process has a higher one
+            io_priority: I/O priority
+        """
+        import psutil  # late: the worker processes import this module too, and do not need psutil
+
+        try:
+            process = psutil.Process(pid)
+            nice = max(nice, process.nice())
+            process.nice(nice)
+            if io_priority is IoPriority.low:
+                process.ionice(psutil.IOPRIO_CLASS_BE, 7)
+            elif io_priority is IoPriority.idle:
+                process.ionice(psutil.IOPRIO_CLASS_IDLE)
+        except (psutil.Error, OSError) as error:
+            logger.warning("the checkpoint writer process keeps its normal priority (%s)", error)
+            return
+        self._lower_group(pid, nice)
+
+    def _lower_group(self, pid: int, nice: int) -> None:
+        """Where the kernel groups tasks by session, give the group of a session's leader the same priority.
+
+        There `nice` counts only among the tasks of one session, and a process in its own session gets as much of a
+        busy core as all of the training; see "The autogroup feature" in sched(7).
+        """
+        group, deadline = f"/proc/{pid}/autogroup", self.now() + _TRY_SECONDS
+        try:
+            while os.getsid(pid) == pid and os.path.exists(group):
+                with open(group, "r+b", buffering=0) as setting:
+                    if setting.write(b"%d" % nice) is not None:
+                        return
+                if self.now() > deadline:
+                    raise TimeoutError(f"other groups were set for {_TRY_SECONDS:g} s")
+                self.sleep(_PAUSE_SECONDS)
+        except OSError as error:  # read-only in some containers
+            text = "%s keeps its normal priority, which counts where no cgroup divides the cores (%s)"
+            logger.info(text, group, error)
 
     def inherited(self) -> Socket:
         """In a process that `launch` has started: the connection to who has started it. Called once."""

@@ -14,13 +14,13 @@ SCRIPT = """
 import os, subprocess
 import psutil
 from ckpt_component.core.options import IoPriority
-from ckpt_component.core.processes.start import lower_priority
+from ckpt_component.core.outside import OUTSIDE
 os.setuid(65534)
 processes = [
     subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=own) for own in (True, True, True, False)
 ]
 for process in processes:
-    lower_priority(process.pid, 15, IoPriority.low)
+    OUTSIDE.lower_priority(process.pid, 15, IoPriority.low)
 for process in processes:
     print(psutil.Process(process.pid).nice(), open(f"/proc/{process.pid}/autogroup").read().split()[-1])
 """

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, cast
 
+from ckpt_component.core.options import IoPriority
 from ckpt_component.core.outside import HOST_VARIABLE, Outside, Socket
 from ckpt_component.testing.simulation import (
     Killed,
@@ -208,6 +209,9 @@ class HostOutside(SimulatedSockets, SimulatedOutside):
         child.inherited = self.of(connection).copied_to(child)
         child.launch(importlib.import_module(module).main)
         return SimulatedChild(child)
+
+    def lower_priority(self, pid: int, nice: int, io_priority: IoPriority) -> None:
+        """All processes have the same."""
 
     def inherited(self) -> SimulatedSocket:
         """The connection to who has launched this process."""
