@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from rank_threads import on_all
 from torch.distributed import TCPStore
 
 from ckpt_component.core.coordination import LocalCoordinator, RankStore, StoreCoordinator
@@ -26,19 +26,6 @@ def coordinators(store: TCPStore, world_size: int, **timeouts: float) -> list[St
         StoreCoordinator(RankStore(another_connection(dist, store), rank, world_size, "test/"), **timeouts)
         for rank in range(world_size)
     ]
-
-
-def on_all(ranks: list[StoreCoordinator], call: Callable[[StoreCoordinator], Any]) -> list[Any]:
-    """What `call` returns or raises, by rank."""
-
-    def run(coordinator: StoreCoordinator) -> Any:
-        try:
-            return call(coordinator)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(run, ranks, timeout=60))
 
 
 def soon(seconds: float = 30.0) -> float:

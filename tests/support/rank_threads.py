@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -15,11 +16,27 @@ from ckpt_component.core.coordination.connection import StoreConnection, another
 from ckpt_component.core.outside import OUTSIDE, Outside
 
 
+def on_all(ranks: Sequence[StoreCoordinator], call: Callable[[StoreCoordinator], Any]) -> list[Any]:
+    """Call a function on all ranks, each in a thread; returns what it returns or raises there, by rank."""
+
+    def run(coordinator: StoreCoordinator) -> Any:
+        try:
+            return call(coordinator)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        calls = [pool.submit(run, rank) for rank in ranks]
+        ended, _ = wait(calls, timeout=60)
+        assert len(ended) == len(calls), f"after 60 s only these had ended: {[each.result() for each in ended]}"
+        return [each.result() for each in calls]
+
+
 @contextlib.contextmanager
 def rank_threads(
     world_size: int, outsides: Sequence[Outside] | None = None
 ) -> Iterator[Callable[[Callable[[StoreCoordinator], Any]], list[Any]]]:
-    """Gives a function that calls another one on all ranks, and returns what it returns or raises there, by rank.
+    """Gives `on_all` for so many ranks.
 
     Args:
         world_size: how many there are
@@ -30,19 +47,8 @@ def rank_threads(
     for rank, outside in enumerate(outsides or [OUTSIDE] * world_size):
         connection = StoreConnection(another_connection(dist, store), 60.0, opens=False, outside=outside)
         ranks.append(StoreCoordinator(RankStore(connection, rank, world_size, "test/")))
-
-    def on_all(call: Callable[[StoreCoordinator], Any]) -> list[Any]:
-        def run(coordinator: StoreCoordinator) -> Any:
-            try:
-                return call(coordinator)
-            except Exception as error:
-                return error
-
-        with ThreadPoolExecutor(world_size) as pool:
-            return list(pool.map(run, ranks, timeout=60))
-
     try:
-        yield on_all
+        yield partial(on_all, ranks)
     finally:
         for coordinator in ranks:
             coordinator.close()
