@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshots import clients, kill, live
+from snapshots import clients, in_memory, kill, live, paused
+from waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("left_on_purpose")
 
@@ -54,8 +55,9 @@ def test_a_run_whose_folder_was_deleted_starts_from_scratch(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_without_steps_of_its_own_memory_has_what_was_saved(tmp_path: Path) -> None:
     plan: dict[str, Any] = {"overrides": ["checkpoint.recovery.every_steps=null"]}
-    (killed,) = live(tmp_path, **plan, steps=3, durable=[2], end="kill")
-    (after,) = live(tmp_path, **plan)
+    with paused(tmp_path, **plan, steps=3, durable=[2], pause=3, end="kill") as lives:
+        eventually(lambda: in_memory(tmp_path / "run" / "iter_0000002"))  # no save waits for that
+    (killed,), (after,) = lives, live(tmp_path, **plan)
     assert after.restored == (2, "memory") and after.told["began"] == killed.told["digests"]["2"]
 
 
