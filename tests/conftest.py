@@ -1,6 +1,6 @@
-"""What every test is held to: it leaves no process behind, and nothing in /dev/shm.
+"""What every test is held to: it leaves no process behind, nothing in /dev/shm, and torch's gradients on.
 
-Both are asked of the descendants of the test alone. What other programs on the machine do is no concern of it.
+It answers for its own descendants alone. What other programs on the machine do is no concern of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -166,6 +167,16 @@ def nothing_is_left_in_dev_shm(pytestconfig: pytest.Config) -> Iterator[None]:
     while (left := set(os.listdir(_SHM)) - before) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
     assert not left, f"left in /dev/shm after {_PATIENCE_S:g} s: {sorted(left)}"
+
+
+@pytest.fixture(autouse=True)
+def gradients_are_left_on() -> Iterator[None]:
+    """Fail the test that leaves torch's gradients off: simulated threads are one thread, and its mode is that of all."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail("torch's gradients are off, which is the mode of the tests that follow")
 
 
 @dataclass(frozen=True)

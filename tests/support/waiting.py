@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 
 
-def eventually(condition: Callable[[], object], seconds: float = 20, what: str = "") -> None:
+def eventually(condition: Callable[[], object], seconds: float = 60, what: str = "") -> None:
+    """Wait for a condition; on a busy machine a process of low priority takes a while to start."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what or f"not within {seconds} s"
